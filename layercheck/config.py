@@ -1,0 +1,114 @@
+"""The settings of LayerCheck: one frozen, checked value. Unknown keys and contradictions are errors."""
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from layercheck.errors import ConfigError
+
+
+class DriftConfig(BaseModel):
+    """How the movement of a layer is measured."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    norm: Literal["mean_abs", "rms", "rel_l2", "rel_l1"] = "mean_abs"
+    sample: Literal["auto", "exact", "sampled"] = "auto"
+    """`auto`: exact on an accelerator and for small layers, one block in 64 elsewhere."""
+
+
+class LayerCheckConfig(BaseModel):
+    """All settings of a session. Steps are optimizer steps, `_s` are seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    drift: DriftConfig = DriftConfig()
+
+    target_interval: float = Field(100, gt=0)
+    """Wanted mean persist interval in steps; K0 is calibrated for it at the end of the warm-up."""
+    k0: float | None = Field(None, gt=0)
+    """Absolute threshold at `lr_ref`; replaces the calibration (the paper uses 1e-3)."""
+    k0_per_lr: float | None = Field(None, gt=0)
+    """Threshold as a multiple of `lr_ref`; replaces the calibration."""
+    lr_ref: float | None = Field(None, gt=0)
+    """Learning rate at which K_l equals K0_l. Default: the group's initial rate, else the warm-up's largest."""
+    embedding_factor: float = Field(10, gt=0)
+    """K0 of embeddings as a multiple of the other layers' K0 (paper 3.4.3)."""
+    s_max: int = Field(400, ge=4)
+    """No layer is ever older than this many steps, counted against committed versions (I1)."""
+    max_event_share: float = Field(0.15, gt=0, le=1)
+    """Largest part of the full state that one selective event may hold (one layer always may)."""
+    selection: Literal["drift", "round_robin", "random", "full"] = "drift"
+
+    warmup_steps: int = Field(200, ge=2)
+    warmup_full_every: int = Field(100, ge=1)
+    full_every: int = Field(2000, ge=0)
+    """Steps between full events after the warm-up; 0 means none."""
+
+    keep_versions: int = Field(2, ge=1)
+    keep_full: int = Field(1, ge=1)
+
+    failure_aware: bool = True
+    """Lower K at a resume when failures come faster than the mean interval allows."""
+    recovery: Literal["composite", "uniform", "strict"] = "composite"
+    strict_max_age: int | None = Field(None, ge=0)
+    probation_steps: int = Field(20, ge=0)
+
+    on_bound: Literal["wait", "continue"] = "wait"
+    storage_wait_s: float = Field(600, gt=0)
+    event_timeout_s: float = Field(300, gt=0)
+    takeover_s: float = Field(30, gt=0)
+    idle_s: float = Field(3600, gt=0)
+    staging_bytes: int | None = Field(None, gt=0)
+    """Host memory for copies in flight. Default: min(a quarter of free memory, this rank's full state)."""
+    write_retries: int = Field(3, ge=0)
+    metrics_flush_s: float = Field(60, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.warmup_full_every > 0.75 * self.s_max:
+            raise ValueError(
+                f"warmup_full_every={self.warmup_full_every} must be at most 3/4 of s_max={self.s_max}: "
+                "raise s_max or save full events more often"
+            )
+        if self.k0 is not None and self.k0_per_lr is not None:
+            raise ValueError(f"give k0={self.k0} or k0_per_lr={self.k0_per_lr}, not both")
+        if self.k0 is None and self.k0_per_lr is None and self.target_interval > self.s_max:
+            raise ValueError(
+                f"target_interval={self.target_interval:g} is above s_max={self.s_max}: the age limit alone "
+                "would write more often; lower target_interval or raise s_max"
+            )
+        if self.recovery == "strict" and self.strict_max_age is None:
+            raise ValueError("recovery='strict' needs strict_max_age (steps)")
+        return self
+
+
+def parse_config(settings: LayerCheckConfig | dict[str, Any] | None) -> LayerCheckConfig:
+    """Returns the checked configuration.
+
+    Args:
+        settings: a configuration, a (nested) dict of its keys, or None for the defaults.
+
+    Raises:
+        ConfigError: names each key that is unknown or out of range, with the value received.
+    """
+    if isinstance(settings, LayerCheckConfig):
+        return settings
+    try:
+        return LayerCheckConfig.model_validate(settings or {})
+    except ValidationError as error:
+        raise ConfigError(describe(error, "checkpoint settings")) from None
+
+
+def describe(error: ValidationError, what: str) -> str:
+    """One line for a person: each wrong key with the value received."""
+    parts = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            parts.append(f"unknown key {key!r} (value {item['input']!r})")
+        elif item["type"] == "value_error":
+            parts.append(str(item["ctx"]["error"]))
+        else:
+            parts.append(f"{key}={item['input']!r}: {item['msg']}")
+    return f"{what}: " + "; ".join(parts)

@@ -1,0 +1,78 @@
+"""The calls that a session makes to its coordinator: the seam between a worker and whoever keeps the manifest."""
+
+from typing import Any, Protocol
+
+from layercheck.manifest import (
+    AttemptGrant,
+    BadShard,
+    EventId,
+    HeartbeatReply,
+    RunRecord,
+    ShardRecord,
+    TrainerState,
+)
+
+
+class CoordinatorClient(Protocol):
+    """What `attach(coordinator=...)` takes. Every call is idempotent, blocks at most a limited time, and raises
+    `CoordinatorLostError` when the limit is over. Errors of the coordinator arrive as their own class.
+
+    `record` and `lost` are called on every rank, from its writer thread; all other calls on rank 0 alone.
+    """
+
+    def open_run(self, run: RunRecord, probe: str) -> tuple[str, ...]:
+        """Creates `run.json`, or checks it against the store (I7). Returns the settings that changed, as text.
+
+        Args:
+            run: what this submission is about to train.
+            probe: path below the store of a file that rank 0 wrote; the coordinator must see it too.
+
+        Raises:
+            StoreMismatchError: model, optimizer class or layout differ; names the first difference.
+            StorageError: the coordinator does not see the probe.
+        """
+        ...
+
+    def begin_attempt(
+        self, token: str, submission: str, world_size: int, mode: str, takeover: bool = False
+    ) -> AttemptGrant:
+        """Fences off all older attempts and makes the recovery plan. The same token gets the same attempt.
+
+        Raises:
+            RunIsLiveError: another submission's progress file changed while it was watched.
+            NoPlanError: the store holds a run and yields no plan.
+            RestartLoopError: three attempts in a row recovered and made no step.
+        """
+        ...
+
+    def amend(self, attempt: int, bad: tuple[BadShard, ...]) -> AttemptGrant:
+        """Blacklists the bad shards and makes the plan again without them."""
+        ...
+
+    def record(
+        self, event: EventId, rank: int, records: tuple[ShardRecord, ...], trainer_state: TrainerState
+    ) -> None:
+        """One rank's shards of one event are durable. Refused silently for a fenced attempt."""
+        ...
+
+    def lost(self, event: EventId, rank: int, reason: str) -> None:
+        """One rank could not write its shards of this event: it can never commit."""
+        ...
+
+    def heartbeat(
+        self, attempt: int, step: int, trainer_state: TrainerState, drift: dict[str, float]
+    ) -> HeartbeatReply:
+        """Says which step is complete; answers with commits, losses and the fence."""
+        ...
+
+    def note_receipt(self, attempt: int, receipt: dict[str, Any]) -> None:
+        """Stores the receipt of a recovery; a later call replaces it."""
+        ...
+
+    def end_attempt(self, attempt: int, how: str, reason: str = "") -> None:
+        """The attempt ended: `completed`, `failed` (collection is frozen) or `fenced`."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """A summary for people."""
+        ...

@@ -1,0 +1,359 @@
+"""The values that travel: one frozen record for each arrow of a save and of a recovery.
+
+Records that storage keeps are pydantic models, checked when read back; nothing here does any input or output.
+"""
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from layercheck.layers import LayerMap
+
+FORMAT_VERSION = 1
+Reason = Literal["drift", "age", "full", "preemption"]
+TrainerState = dict[str, Any]
+"""JSON values only; always has `step` (int, the optimizer step after which it was taken)."""
+
+
+class Record(BaseModel):
+    """Base of the records that storage keeps: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# ---------------------------------------------------------------- saving: measure -> decide -> copy -> write
+
+
+@dataclass(frozen=True, slots=True)
+class DriftReport:
+    """What the one all-reduce of a step says; identical on every rank.
+
+    Attributes:
+        step: optimizer step that was measured.
+        delta: layer -> this step's normalised update (see `tracking/drift.py` for the norms).
+        lr: largest learning rate over the groups of this step.
+        committed_step: newest step of this attempt known to be committed, -1 for none.
+        lost_steps: events that were declared lost since the last report.
+        backlog: bytes that the slowest rank still has to write.
+        fenced: a newer attempt has taken over.
+        errors: number of ranks whose loss, gradient norm or writer reported a non-finite value.
+    """
+
+    step: int
+    delta: dict[str, float]
+    lr: float
+    committed_step: int = -1
+    lost_steps: tuple[int, ...] = ()
+    backlog: float = 0.0
+    fenced: bool = False
+    errors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWrite:
+    """One chosen layer and why. `age` counts steps from its newest version, committed or in flight."""
+
+    layer: str
+    reason: Reason
+    drift: float
+    threshold: float
+    age: int
+
+
+@dataclass(frozen=True, slots=True)
+class PersistDecision:
+    """What to save after one step; empty `writes` means nothing. Identical on every rank (I3)."""
+
+    step: int
+    writes: tuple[LayerWrite, ...] = ()
+    must_wait: bool = False
+    """True when a layer reached s_max against committed versions: block until the storage catches up (I1)."""
+
+
+class EventId(Record):
+    """One event: all versions taken at one step by one attempt. `part` is 0 except in a preemption."""
+
+    step: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    part: int = Field(0, ge=0)
+
+    @property
+    def folder(self) -> str:
+        """Path below the `layercheck` folder."""
+        suffix = f".p{self.part:02d}" if self.part else ""
+        return f"events/step-{self.step:08d}.a{self.attempt:03d}{suffix}"
+
+    @property
+    def commit_file(self) -> str:
+        """Path of the record that makes the event exist."""
+        return f"{self.folder}/commit.parquet"
+
+    def shard_file(self, rank: int) -> str:
+        """Path of one rank's slices."""
+        return f"{self.folder}/rank-{rank:05d}.safetensors"
+
+    @classmethod
+    def parse(cls, folder: str) -> Self | None:
+        """The event of a folder name (`step-00000123.a002`), or None if it is not one."""
+        match = re.fullmatch(r"(?:events/)?step-(\d{8,})\.a(\d{3,})(?:\.p(\d{2,}))?", folder)
+        return cls(step=int(match[1]), attempt=int(match[2]), part=int(match[3] or 0)) if match else None
+
+
+class ShardRecord(Record):
+    """One row of `commit.parquet`: one rank's part of one layer's version.
+
+    `begin` and `end` are the byte range of the layer's tensors inside `file` (a path below the `layercheck`
+    folder); `xxh3_128` is the hex digest of exactly these bytes. A rank that owns no element of the layer has an
+    empty range.
+    """
+
+    layer: str
+    step: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    part: int = Field(0, ge=0)
+    rank: int = Field(ge=0)
+    world_size: int = Field(ge=1)
+    file: str
+    begin: int = Field(ge=0)
+    end: int = Field(ge=0)
+    xxh3_128: str
+    drift: float
+    threshold: float
+    age: int
+    reason: Reason
+    snapshot_s: float
+    write_s: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's part."""
+        return self.end - self.begin
+
+    @property
+    def event(self) -> EventId:
+        """The event that this row belongs to."""
+        return EventId(step=self.step, attempt=self.attempt, part=self.part)
+
+    @field_validator("file")
+    @classmethod
+    def _inside_the_store(cls, value: str) -> str:
+        if value.startswith("/") or ".." in value.split("/") or "\\" in value or "://" in value:
+            raise ValueError(f"file={value!r} leaves the store")
+        return value
+
+
+# ---------------------------------------------------------------- lineage and commits
+
+
+class LineageLink(Record):
+    """One attempt as its successors see it (I15).
+
+    Attributes:
+        attempt: its number.
+        r_b: last step that counted as done when it began (resume step - 1).
+        predecessor: attempt before it in this lineage, 0 for the first.
+        saw_step: step of the newest commit of the predecessor that it saw, -1 for none.
+    """
+
+    attempt: int = Field(ge=1)
+    r_b: int = Field(ge=0)
+    predecessor: int = Field(ge=0)
+    saw_step: int = Field(ge=-1)
+
+
+class AttemptRecord(Record):
+    """`attempts/aNNN.json`: the claim that fences all older attempts. `lineage` ends with its own link."""
+
+    attempt: int = Field(ge=1)
+    token: str
+    submission: str
+    world_size: int = Field(ge=1)
+    mode: str
+    r_b: int = Field(ge=0)
+    trainer_state: TrainerState
+    lineage: tuple[LineageLink, ...]
+
+
+class Progress(Record):
+    """`attempts/aNNN.progress.json`: how far an attempt is known to have come."""
+
+    attempt: int = Field(ge=1)
+    step: int = Field(ge=0)
+    trainer_state: TrainerState
+    drift: dict[str, float]
+    ended: str | None = None
+    """None while it runs; else how it ended: `completed`, `failed`, `fenced`."""
+
+
+class Commit(Record):
+    """The content of one `commit.parquet`. `lineage` is that of the attempt that wrote it."""
+
+    event: EventId
+    records: tuple[ShardRecord, ...]
+    trainer_state: TrainerState
+    lineage: tuple[LineageLink, ...]
+
+    @cached_property
+    def by_layer(self) -> dict[str, tuple[ShardRecord, ...]]:
+        """Layer -> its shards, in rank order."""
+        layers: dict[str, list[ShardRecord]] = {}
+        for record in sorted(self.records, key=lambda row: row.rank):
+            layers.setdefault(record.layer, []).append(record)
+        return {layer: tuple(rows) for layer, rows in layers.items()}
+
+
+class RunRecord(Record):
+    """`run.json`: what must agree for a store to be continued, and what a person wants to know of a run."""
+
+    format_version: int = FORMAT_VERSION
+    run_id: str
+    name: str
+    layer_map: LayerMap
+    optimizer: str
+    """Class name of the torch optimizer."""
+    model_config_json: dict[str, Any] = {}
+    """The model's own `config.json`, empty if it has none."""
+    tokenizer_files: dict[str, str] = {}
+    config: dict[str, Any] = {}
+    """Resolved settings: `checkpoint` (LayerCheckConfig) and whatever the application adds."""
+
+
+# ---------------------------------------------------------------- recovery: plan -> fetch -> install -> receipt
+
+
+class LayerPlan(Record):
+    """The version of one layer that recovery will load. `lost` is lost steps, `age` is t_fail - step."""
+
+    layer: str
+    numel: int = Field(ge=0)
+    step: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    age: int = Field(ge=0)
+    lost: int = Field(ge=0)
+    reason: Reason
+    shards: tuple[ShardRecord, ...]
+    fallback: bool = False
+    """True when a newer live version exists but is damaged or missing."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole version, all ranks."""
+        return sum(shard.nbytes for shard in self.shards)
+
+
+PlanMode = Literal["composite", "uniform", "strict", "warmup_rollback"]
+FailSource = Literal["live", "journal", "commit"]
+
+
+class RecoveryPlan(Record):
+    """What recovery loads: one version per layer and the first step to run. The same on every rank (I8).
+
+    Attributes:
+        t_fail: last step known to be complete before the failure.
+        t_fail_source: who knew it: a living coordinator, the journal (progress file or attempt record), a commit.
+        resume_step: first step to run; t_fail + 1 except in the modes that roll back.
+        drift: layer -> carried D_l; infinity marks a layer whose selected event never became live.
+        trainer_state: the state that belongs to step resume_step - 1.
+    """
+
+    mode: PlanMode
+    world_size: int = Field(ge=1)
+    t_fail: int = Field(ge=0)
+    t_fail_source: FailSource
+    resume_step: int = Field(ge=1)
+    trainer_state: TrainerState
+    drift: dict[str, float]
+    layers: tuple[LayerPlan, ...]
+
+    @property
+    def max_age(self) -> int:
+        """Age of the oldest layer, in steps."""
+        return max((layer.age for layer in self.layers), default=0)
+
+    @property
+    def weighted_age(self) -> float:
+        """sum(n_l * age_l) / sum(n_l), the paper's size-weighted staleness (section 3.3)."""
+        return self._weighted([layer.age for layer in self.layers])
+
+    @property
+    def lost_steps(self) -> float:
+        """sum(n_l * lost_l) / sum(n_l): the lost progress of this failure, in steps."""
+        return self._weighted([layer.lost for layer in self.layers])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all ranks together will read."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def _weighted(self, steps: list[int]) -> float:
+        total = sum(layer.numel for layer in self.layers)
+        return sum(layer.numel * n for layer, n in zip(self.layers, steps, strict=True)) / max(total, 1)
+
+
+class BadShard(Record):
+    """A shard that failed its check twice on one rank."""
+
+    file: str
+    layer: str
+    step: int
+    attempt: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptGrant:
+    """The answer to `begin_attempt`. `plan` is None exactly on a fresh run (then r_b is 0)."""
+
+    attempt: int
+    r_b: int
+    plan: RecoveryPlan | None = None
+    notes: tuple[str, ...] = ()
+    """What a person should read: commits that counted as absent, unreadable records, settings that changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatReply:
+    """What rank 0 learns from the coordinator. `lost_steps` are all events of this attempt declared lost."""
+
+    committed_step: int = -1
+    lost_steps: tuple[int, ...] = ()
+    fenced: bool = False
+    alerts: tuple[str, ...] = ()
+
+
+class Receipt(Record):
+    """What one recovery did: the plan in numbers, seconds by phase, checksum results."""
+
+    attempt: int
+    mode: PlanMode
+    t_fail: int
+    t_fail_source: FailSource
+    resume_step: int
+    world_size: int
+    max_age: int
+    weighted_age: float
+    lost_steps: float
+    nbytes: int
+    layers: tuple[dict[str, Any], ...]
+    """Per layer: name, step, attempt, age, lost, reason, nbytes, fallback."""
+    bad: tuple[BadShard, ...] = ()
+    detect_s: float | None = None
+    reschedule_s: float | None = None
+    plan_s: float = 0.0
+    fetch_s: float = 0.0
+    install_s: float = 0.0
+    first_step_s: float | None = None
+    rng: str = "keyed"
+    loss_20_steps_later: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where training goes on. `step` is the first step to run: 1 on a fresh run."""
+
+    step: int
+    trainer_state: TrainerState = field(default_factory=dict)
+    receipt: Receipt | None = None
