@@ -1,0 +1,1 @@
+"""The post-training application: supervised fine-tuning under ZeRO-3."""

@@ -1,0 +1,1 @@
+"""Everything that knows Ray, but for the trainer."""

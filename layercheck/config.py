@@ -31,7 +31,7 @@ class LayerCheckConfig(BaseModel):
     k0_per_lr: float | None = Field(None, gt=0)
     """Threshold as a multiple of `lr_ref`; replaces the calibration."""
     lr_ref: float | None = Field(None, gt=0)
-    """Learning rate at which K_l equals K0_l. Default: the group's initial rate, else the warm-up's largest."""
+    """Learning rate at which K_l is K0_l. Default: the group's initial rate, else the warm-up's largest."""
     embedding_factor: float = Field(10, gt=0)
     """K0 of embeddings as a multiple of the other layers' K0 (paper 3.4.3)."""
     s_max: int = Field(400, ge=4)

@@ -106,8 +106,8 @@ class ShardRecord(Record):
     """One row of `commit.parquet`: one rank's part of one layer's version.
 
     `begin` and `end` are the byte range of the layer's tensors inside `file` (a path below the `layercheck`
-    folder); `xxh3_128` is the hex digest of exactly these bytes. A rank that owns no element of the layer has an
-    empty range.
+    folder); `xxh3_128` is the hex digest of exactly these bytes. A rank that owns no element of the layer has
+    an empty range.
     """
 
     layer: str
@@ -221,7 +221,7 @@ class RunRecord(Record):
     """Resolved settings: `checkpoint` (LayerCheckConfig) and whatever the application adds."""
 
 
-# ---------------------------------------------------------------- recovery: plan -> fetch -> install -> receipt
+# -------------------------------------------------------------- recovery: plan -> fetch -> install -> receipt
 
 
 class LayerPlan(Record):
@@ -253,7 +253,7 @@ class RecoveryPlan(Record):
 
     Attributes:
         t_fail: last step known to be complete before the failure.
-        t_fail_source: who knew it: a living coordinator, the journal (progress file or attempt record), a commit.
+        t_fail_source: who knew it: a living coordinator, the journal (progress file, attempt record), a commit.
         resume_step: first step to run; t_fail + 1 except in the modes that roll back.
         drift: layer -> carried D_l; infinity marks a layer whose selected event never became live.
         trainer_state: the state that belongs to step resume_step - 1.
@@ -311,7 +311,7 @@ class AttemptGrant:
     r_b: int
     plan: RecoveryPlan | None = None
     notes: tuple[str, ...] = ()
-    """What a person should read: commits that counted as absent, unreadable records, settings that changed."""
+    """What a person should read: commits counted as absent, unreadable records, changed settings."""
 
 
 @dataclass(frozen=True, slots=True)

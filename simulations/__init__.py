@@ -1,0 +1,1 @@
+"""ETTR against MTBF from measured costs."""

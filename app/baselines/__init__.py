@@ -1,0 +1,1 @@
+"""Other checkpointing methods behind the protocol of the training loop."""

@@ -1,0 +1,1 @@
+"""Who committed what: plan, journal, coordinator."""

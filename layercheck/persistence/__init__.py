@@ -1,0 +1,1 @@
+"""From live state to durable files: snapshot, shard file, storage, writer."""

@@ -1,0 +1,1 @@
+"""From a plan to live state: fetch, install."""

@@ -1,0 +1,1 @@
+"""Measuring the drift of layers and deciding which to save."""
