@@ -253,7 +253,7 @@ class RecoveryPlan(Record):
 
     Attributes:
         t_fail: last step known to be complete before the failure.
-        t_fail_source: who knew it: a living coordinator, the journal (progress file, attempt record), a commit.
+        t_fail_source: a living coordinator, the journal (progress file, attempt record), or a commit.
         resume_step: first step to run; t_fail + 1 except in the modes that roll back.
         drift: layer -> carried D_l; infinity marks a layer whose selected event never became live.
         trainer_state: the state that belongs to step resume_step - 1.

@@ -16,13 +16,12 @@ from layercheck.manifest import (
 class CoordinatorClient(Protocol):
     """What `attach(coordinator=...)` takes.
 
-    Every call is idempotent, blocks at most a limited time, and raises `CoordinatorLostError` when the limit is
-    over. Errors of the coordinator arrive as their own class.
-    `record` and `lost` are called on every rank, from its writer thread; all other calls on rank 0 alone.
+    Every call is idempotent, blocks at most a limited time, and raises `CoordinatorLostError` when the limit
+    is over. Errors of the coordinator arrive as their own class. `record` and `lost` are called on every rank, from its writer thread; all other calls on rank 0 alone.
     """
 
     def open_run(self, run: RunRecord, probe: str) -> tuple[str, ...]:
-        """Creates `run.json`, or checks it against the store (I7); returns the settings that changed, as text.
+        """Creates `run.json` or checks it against the store (I7); returns the settings that changed, as text.
 
         Args:
             run: what this submission is about to train.
