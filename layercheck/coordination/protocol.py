@@ -17,7 +17,8 @@ class CoordinatorClient(Protocol):
     """What `attach(coordinator=...)` takes.
 
     Every call is idempotent, blocks at most a limited time, and raises `CoordinatorLostError` when the limit
-    is over. Errors of the coordinator arrive as their own class. `record` and `lost` are called on every rank, from its writer thread; all other calls on rank 0 alone.
+    is over. Errors of the coordinator arrive as their own class. `record` and `lost` are called on every
+    rank, from its writer thread; all other calls on rank 0 alone.
     """
 
     def open_run(self, run: RunRecord, probe: str) -> tuple[str, ...]:
