@@ -1,7 +1,7 @@
 """[pure] From the drift seen in the warm-up to one global threshold K0.
 
-One K0 for all layers (embeddings a multiple of it): a K per layer would make all layers come due equally often
-and erase the differences that the method lives on.
+One K0 for all layers (embeddings a multiple of it): a K per layer would make all of them come due equally
+often and erase the differences that the method lives on.
 """
 
 from collections.abc import Mapping
@@ -103,6 +103,7 @@ class RateMeter:
         if lr <= 0:
             return
         self.observed += 1
+        self.max_lr = max(self.max_lr, lr)
         for layer, value in delta.items():
             self.per_lr[layer] = self.per_lr.get(layer, 0.0) + value / lr
 
@@ -128,9 +129,9 @@ class RateMeter:
         return cls(norm, dict(state["per_lr"]), int(state["observed"]), float(state["max_lr"]))
 
 
-def find_lr_ref(meter: RateMeter, config: LayerCheckConfig, initial_lr: float | None) -> float | None:
-    """Learning rate at which K_l is K0_l: the setting, else the groups' initial rate, else the largest."""
-    return config.lr_ref or initial_lr or meter.max_lr or None
+def find_lr_ref(meter: RateMeter, config: LayerCheckConfig, known: float | None) -> float | None:
+    """Learning rate at which K_l is K0_l: the setting, else what is `known`, else the warm-up's largest."""
+    return config.lr_ref or known or meter.max_lr or None
 
 
 def find_k0(

@@ -203,7 +203,7 @@ class Ledger:
 
     @property
     def margin(self) -> int:
-        """Steps before `s_max` at which a layer is due by age: 1.5 times the slowest recent commit and one."""
+        """Steps before `s_max` at which a layer is due by age: 1.5 times the slowest recent commit."""
         if not self._delays:
             return min(_FIRST_MARGIN, self.config.s_max // 4)
         return min(self.lag + 1 + ceil(1.5 * max(self._delays)), self.config.s_max // 4)
@@ -270,7 +270,7 @@ class Ledger:
         """Fixes `lr_ref` and K0 at the end of the warm-up, or as soon after it as a layer has moved."""
         if step < self.config.warmup_steps:
             return
-        self.lr_ref = self.lr_ref or find_lr_ref(self.meter, self.config, self.initial_lr)
+        self.lr_ref = find_lr_ref(self.meter, self.config, self.lr_ref or self.initial_lr)
         if self.lr_ref is not None:
             self.k0 = find_k0(self.meter, self.config, self.layer_map.trainable, self.lr_ref)
 
