@@ -6,9 +6,10 @@ both. All methods are collectives: every rank calls them at the same step.
 
 import logging
 import math
+import os
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -34,7 +35,7 @@ from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
 from layercheck.persistence.storage import Storage, open_storage
 from layercheck.persistence.writer import ShardWriter
 from layercheck.recovery.restore import count_over_ranks, on_rank_zero, restore
-from layercheck.tracking.drift import DriftMeter, RankNotices
+from layercheck.tracking.drift import LOST_SLOTS, DriftMeter, RankNotices
 from layercheck.tracking.ledger import Ledger
 from layercheck.tracking.policy import decide, must_wait
 from layercheck.tracking.run_log import RunLog
@@ -105,6 +106,38 @@ def attach(
     )
 
 
+@dataclass(slots=True)
+class _Open:
+    """What a session holds from `resume` to `close`."""
+
+    attempt: int
+    ledger: Ledger
+    taker: SnapshotTaker
+    writer: ShardWriter
+    link: HeartbeatLink | None
+    run_log: RunLog
+    receipt: Receipt | None
+    step: int = 0
+    skipped: int = 0
+    part: int = 0
+    state: TrainerState = field(default_factory=dict)
+    since: float = field(default_factory=time.monotonic)
+    told_lost: set[int] = field(default_factory=set)
+
+    def notices(self) -> RankNotices:
+        """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last."""
+        backlog = self.writer.backlog_bytes
+        if self.link is None:
+            return RankNotices(backlog)
+        reply = self.link.reply
+        untold = sorted(set(reply.lost_steps) - self.told_lost)
+        told, later = untold[:LOST_SLOTS], untold[LOST_SLOTS:]
+        self.told_lost.update(told)
+        # A commit newer than a loss that has no slot yet would pass the lost event off as committed.
+        committed = min(reply.committed_step, later[0] - 1) if later else reply.committed_step
+        return RankNotices(backlog, False, committed, reply.committed_part, tuple(told), reply.fenced)
+
+
 class Session:
     """See `attach`. Call `resume` first, `after_step` after every `engine.step()`, `close` at the end."""
 
@@ -140,7 +173,7 @@ class Session:
         self._check_storage_is_shared()
         started = time.monotonic()
         grant = on_rank_zero(self._begin)
-        receipt = None
+        receipt: Receipt | None = None
         if grant.plan is not None:
             grant, receipt = restore(
                 self._zero3, self._storage, self._coordinator, grant, time.monotonic() - started
@@ -206,9 +239,9 @@ class Session:
         return _Open(
             attempt=grant.attempt,
             ledger=(
-                Ledger.fresh(zero3.layer_map, config)
+                Ledger.fresh(zero3.layer_map, config, zero3.initial_lr)
                 if grant.plan is None
-                else Ledger.resumed(zero3.layer_map, config, grant.plan)
+                else Ledger.resumed(zero3.layer_map, config, grant.plan, zero3.initial_lr)
             ),
             taker=SnapshotTaker(zero3, pool, config.storage_wait_s),
             writer=ShardWriter(
@@ -280,10 +313,7 @@ class Session:
         return result
 
     def _exchange(self, opened: "_Open", step: int, error: bool = False) -> DriftReport:
-        notices = RankNotices(backlog=opened.writer.backlog_bytes, error=error)
-        if opened.link is not None:
-            notices = opened.notices(notices)
-        report = self._meter.reduce(step, notices)
+        report = self._meter.reduce(step, replace(opened.notices(), error=error))
         if report.fenced:
             raise FencedError(
                 f"attempt {opened.attempt} of run {self._run} was taken over by a newer one at step {step}", step=step
@@ -411,3 +441,10 @@ class Session:
         if self._open is None:
             raise LayerCheckError("the session is not open: call session.resume() once before training")
         return self._open
+
+
+def _staging_bytes(zero3: Zero3Engine) -> int:
+    """min(this rank's full state, this rank's share of a quarter of the host's free memory)."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", zero3.world_size))
+    share = psutil.virtual_memory().available // 4 // ranks_here
+    return min(zero3.nbytes, share)

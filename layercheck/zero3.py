@@ -5,6 +5,7 @@ parts of one optimizer sub-group lie one after the other in one flat fp32 tensor
 nobody initialises, so everything here speaks of the real elements alone.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -146,6 +147,26 @@ class Zero3Engine:
                 )
             group = self.zero.sub_group_to_group_id[index]
             yield SubGroup(index, group, layers[0], flat.detach(), _merge(members))
+
+    @property
+    def on_accelerator(self) -> bool:
+        """True when the fp32 partitions live on a device whose copies should go to pinned memory."""
+        return self.sub_groups[0].flat.device.type != "cpu"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's full state: fp32 weights and two moments."""
+        return sum(12 * length for group in self.sub_groups for _, length in group.segments)
+
+    @property
+    def initial_lr(self) -> float:
+        """Largest learning rate that the optimizer groups started with."""
+        return max(float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups)
+
+    def model_config(self) -> dict[str, Any]:
+        """The model's own `config.json`, or an empty dict."""
+        config = getattr(self.engine.module, "config", None)
+        return dict(json.loads(config.to_json_string(use_diff=False))) if hasattr(config, "to_json_string") else {}
 
     # ------------------------------------------------------------------ counters
 
@@ -354,7 +375,7 @@ def _refuse_unsupported(engine: Any) -> None:
             param.ds_zero_partition_world_size != torch.distributed.get_world_size()
             for param in engine.module.parameters()
         ),
-        "tensor or pipeline parallelism": engine.mp_world_size > 1 or hasattr(engine, "pipeline_parallelism"),
+        "tensor or pipeline parallelism": engine.mp_world_size > 1 or bool(engine.pipeline_parallelism),
         "an optimizer that is no torch.optim.Optimizer": not isinstance(inner, torch.optim.Optimizer),
         "Muon": getattr(zero, "use_muon", False),
     }

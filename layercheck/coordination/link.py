@@ -43,6 +43,13 @@ class HeartbeatLink:
             self._sent = None
             self._changed.notify_all()
 
+    def wait_for_answer(self, timeout_s: float) -> None:
+        """Asks again and waits at most `timeout_s` for the answer."""
+        before = self.reply
+        self.poke()
+        with self._changed:
+            self._changed.wait_for(lambda: self.reply is not before, timeout_s)
+
     def close(self, timeout_s: float) -> None:
         """Sends the last heartbeat and ends the thread."""
         with self._changed:
@@ -66,11 +73,15 @@ class HeartbeatLink:
     def _send(self, beat: Beat) -> None:
         step, trainer_state, drift = beat
         try:
-            self.reply = self._coordinator.heartbeat(self._attempt, step, trainer_state, drift)
-            self.alert = None
+            self._answer(self._coordinator.heartbeat(self._attempt, step, trainer_state, drift))
         except FencedError:
-            self.reply = HeartbeatReply(fenced=True)
+            self._answer(HeartbeatReply(fenced=True))
         except CoordinatorLostError as error:
             # Training goes on: the journal is then behind by the time the coordinator is away (I12).
             self.alert = str(error)
             log.error("no heartbeat reached the coordinator: %s", error)
+
+    def _answer(self, reply: HeartbeatReply) -> None:
+        with self._changed:
+            self.reply, self.alert = reply, None
+            self._changed.notify_all()

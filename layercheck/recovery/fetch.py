@@ -15,7 +15,7 @@ import xxhash
 from layercheck.errors import DamagedShardError, StorageError
 from layercheck.layers import ParamSpec
 from layercheck.manifest import BadShard, LayerPlan, ShardRecord
-from layercheck.persistence.shard_file import DTYPE_BYTES, ShardHeader, read_header
+from layercheck.persistence.shard_file import DTYPE_BYTES, ShardHeader, TensorRange, read_header
 from layercheck.persistence.storage import Storage
 
 Array = npt.NDArray[np.uint8]
@@ -55,7 +55,7 @@ class Fetcher:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._headers: dict[str, ShardHeader] = {}
+        self._headers: dict[str, _IndexedHeader] = {}
         self.nbytes = 0
 
     def fetch(
@@ -93,7 +93,7 @@ class Fetcher:
             raise _BadShardError(plan.shards[0], f"the shards do not cover parameter {short[0]}")
         return FetchedLayer(plan.layer, plan.step, slices)
 
-    def _checked(self, shard: ShardRecord) -> tuple[ShardHeader, Array]:
+    def _checked(self, shard: ShardRecord) -> tuple["_IndexedHeader", Array]:
         try:
             return self._read(shard)
         except StorageError:
@@ -103,10 +103,10 @@ class Fetcher:
         except StorageError as error:
             raise _BadShardError(shard, str(error)) from error
 
-    def _read(self, shard: ShardRecord) -> tuple[ShardHeader, Array]:
+    def _read(self, shard: ShardRecord) -> tuple["_IndexedHeader", Array]:
         header = self._headers.get(shard.file)
         if header is None:
-            header = read_header(self._storage, shard.file)
+            header = _IndexedHeader(read_header(self._storage, shard.file))
             _check_identity(header, shard)
             self._headers[shard.file] = header
         data = np.empty(shard.nbytes, dtype=np.uint8)
@@ -118,6 +118,17 @@ class Fetcher:
             )
         self.nbytes += shard.nbytes
         return header, data
+
+
+class _IndexedHeader:
+    """A shard file's header with its tensors by parameter."""
+
+    def __init__(self, header: ShardHeader) -> None:
+        self.about = header.about
+        self.slices = header.slices
+        self.of_parameter: dict[str, list[TensorRange]] = {name: [] for name in header.slices}
+        for tensor in header.tensors:
+            self.of_parameter[tensor.parameter].append(tensor)
 
 
 class _BadShardError(Exception):
@@ -135,7 +146,7 @@ def part_of(numel: int, rank: int, world_size: int) -> tuple[int, int]:
     return begin, min(part, numel - begin)
 
 
-def _check_identity(header: ShardHeader, shard: ShardRecord) -> None:
+def _check_identity(header: "_IndexedHeader", shard: ShardRecord) -> None:
     about = header.about
     found = (about.step, about.attempt, about.part, about.rank, about.world_size)
     wanted = (shard.step, shard.attempt, shard.part, shard.rank, shard.world_size)
@@ -151,7 +162,7 @@ def _overlaps(shard: ShardRecord, wanted: Sequence[Wanted]) -> bool:
     return not any(want.numel for want in wanted) and shard.rank == 0
 
 
-def _copy(header: ShardHeader, data: Array, shard: ShardRecord, want: Wanted, into: FetchedSlice) -> int:
+def _copy(header: "_IndexedHeader", data: Array, shard: ShardRecord, want: Wanted, into: FetchedSlice) -> int:
     """Copies what a shard holds of a wanted slice; returns the number of elements."""
     held = header.slices.get(want.spec.name)
     if held is None or held.shape != want.spec.shape:
@@ -159,9 +170,7 @@ def _copy(header: ShardHeader, data: Array, shard: ShardRecord, want: Wanted, in
     into.scalars = {key: scalar.model_dump() for key, scalar in held.state.items()}
     begin = max(held.offset, want.offset)
     count = min(held.offset + held.numel, want.offset + want.numel) - begin
-    for tensor in header.tensors:
-        if tensor.parameter != want.spec.name:
-            continue
+    for tensor in header.of_parameter[want.spec.name]:
         key, size = tensor.state, DTYPE_BYTES[tensor.dtype]
         if key not in into.tensors:
             into.tensors[key] = np.empty(want.numel * size, dtype=np.uint8)

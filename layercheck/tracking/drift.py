@@ -103,6 +103,11 @@ class DriftMeter:
 
     # ------------------------------------------------------------------ once a step, on every rank
 
+    def reset(self) -> None:
+        """Forgets what was measured since the last `reduce`."""
+        self._sums.zero_()
+        self._lr = 0.0
+
     def reduce(self, step: int, notices: RankNotices) -> DriftReport:
         """Sums the measurements and the notices of all ranks: the one collective of a step.
 
