@@ -9,11 +9,12 @@ import math
 import os
 import time
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import psutil
 
+from layercheck.attempt import Attempt
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.in_process import in_process_client
 from layercheck.coordination.link import HeartbeatLink
@@ -35,7 +36,7 @@ from layercheck.persistence.storage import Storage, open_run_folder, open_storag
 from layercheck.persistence.writer import ShardWriter
 from layercheck.recovery.begin import Submission, begin
 from layercheck.recovery.restore import restore
-from layercheck.tracking.drift import LOST_SLOTS, DriftMeter, RankNotices
+from layercheck.tracking.drift import DriftMeter
 from layercheck.tracking.ledger import Ledger
 from layercheck.tracking.policy import decide, must_wait
 from layercheck.tracking.run_log import RunLog
@@ -83,38 +84,6 @@ def attach(
     return Session(zero3, store, open_run_folder(storage, run), settings, client, who)
 
 
-@dataclass(slots=True)
-class _Open:
-    """What a session holds from `resume` to `close`."""
-
-    attempt: int
-    ledger: Ledger
-    taker: SnapshotTaker
-    writer: ShardWriter
-    link: HeartbeatLink | None
-    run_log: RunLog | None
-    receipt: Receipt | None
-    step: int = 0
-    skipped: int = 0
-    part: int = 0
-    state: TrainerState = field(default_factory=dict)
-    since: float = field(default_factory=time.monotonic)
-    told_lost: set[int] = field(default_factory=set)
-
-    def notices(self) -> RankNotices:
-        """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last."""
-        backlog = self.writer.backlog_bytes
-        if self.link is None:
-            return RankNotices(backlog)
-        reply = self.link.reply
-        untold = sorted(set(reply.lost_steps) - self.told_lost)
-        told, later = untold[:LOST_SLOTS], untold[LOST_SLOTS:]
-        self.told_lost.update(told)
-        # A commit newer than a loss that has no slot yet would pass the lost event off as committed.
-        committed = min(reply.committed_step, later[0] - 1) if later else reply.committed_step
-        return RankNotices(backlog, False, committed, reply.committed_part, tuple(told), reply.fenced)
-
-
 class Session:
     """See `attach`. Call `resume` first, `after_step` after every `engine.step()`, `close` at the end."""
 
@@ -134,7 +103,7 @@ class Session:
         self._coordinator = coordinator
         self._submission = submission
         self._meter = DriftMeter(zero3, config.drift)
-        self._open: _Open | None = None
+        self._open: Attempt | None = None
 
     # ------------------------------------------------------------------ resume
 
@@ -161,17 +130,17 @@ class Session:
             self._step_zero()
             return ResumePoint(step=1)
         self._zero3.set_global_state(plan.resume_step - 1, plan.trainer_state)
-        opened.step = plan.resume_step - 1
-        if self._zero3.rank == 0:
-            assert receipt is not None
+        opened.step, opened.skipped = self._zero3.step, self._zero3.skipped
+        self._announce(opened, plan.trainer_state)
+        if opened.link is not None and receipt is not None:
             self._coordinator.note_receipt(grant.attempt, receipt.model_dump(mode="json"))
         return ResumePoint(plan.resume_step, plan.trainer_state, receipt)
 
-    def _start(self, grant: AttemptGrant, receipt: Receipt | None) -> "_Open":
+    def _start(self, grant: AttemptGrant, receipt: Receipt | None) -> Attempt:
         zero3, config = self._zero3, self._config
         pool = StagingPool(config.staging_bytes or _staging_bytes(zero3), pin=zero3.on_accelerator)
-        return _Open(
-            attempt=grant.attempt,
+        return Attempt(
+            number=grant.attempt,
             ledger=(
                 Ledger.fresh(zero3.layer_map, config, zero3.initial_lr)
                 if grant.plan is None
@@ -233,6 +202,7 @@ class Session:
         started = time.monotonic()
         opened.step = step
         state: TrainerState = {**(trainer_state or {}), "step": step, **self._zero3.global_state()}
+        opened.state = state
         report = self._exchange(opened, step, self._is_poisoned(opened, state))
         self._refuse_poison(opened, report)
         opened.ledger.observe(report)
@@ -257,23 +227,23 @@ class Session:
         self._complete_receipt(opened, step, state)
         return result
 
-    def _exchange(self, opened: "_Open", step: int, error: bool = False) -> DriftReport:
+    def _exchange(self, opened: Attempt, step: int, error: bool = False) -> DriftReport:
         report = self._meter.reduce(step, replace(opened.notices(), error=error))
         if report.fenced:
             raise FencedError(
-                f"attempt {opened.attempt} of run {self._submission.run} was taken over at step {step}",
+                f"attempt {opened.number} of run {self._submission.run} was taken over at step {step}",
                 step=step,
             )
         return report
 
-    def _is_poisoned(self, opened: "_Open", state: TrainerState) -> bool:
+    def _is_poisoned(self, opened: Attempt, state: TrainerState) -> bool:
         if self._zero3.skipped > opened.skipped:
             opened.skipped = self._zero3.skipped
             return False
         values = (state.get("loss"), self._zero3.grad_norm())
         return any(value is not None and not math.isfinite(value) for value in values)
 
-    def _refuse_poison(self, opened: "_Open", report: DriftReport) -> None:
+    def _refuse_poison(self, opened: Attempt, report: DriftReport) -> None:
         layer = opened.ledger.non_finite(report)
         if layer is None and not report.errors:
             return
@@ -283,19 +253,17 @@ class Session:
             else "the loss or gradient norm is not finite"
         )
         reason = f"step {report.step}: {what}; nothing of this step was saved, collection is frozen"
-        if self._zero3.rank == 0:
-            self._coordinator.end_attempt(opened.attempt, "failed", reason)
-        self.close("failed")
+        self.close("failed", reason)
         raise NonFiniteStateError(reason, step=report.step, layer=layer)
 
-    def _save(self, opened: "_Open", decision: PersistDecision, state: TrainerState, part: int = 0) -> int:
+    def _save(self, opened: Attempt, decision: PersistDecision, state: TrainerState, part: int = 0) -> int:
         """Copies the chosen layers and hands them to the writer; returns this rank's bytes."""
         if not decision.writes:
             return 0
         if part == 0:
             opened.ledger.select(decision)
         state = {**state, "layercheck": opened.ledger.to_state()}
-        event = EventId(step=decision.step, attempt=opened.attempt, part=part)
+        event = EventId(step=decision.step, attempt=opened.number, part=part)
         try:
             return opened.taker.take(event, decision, state, opened.writer.submit).layout.total
         except StorageError as error:
@@ -303,12 +271,12 @@ class Session:
             log.error("event %s is lost: %s", event.folder, error)
             return 0
 
-    def _announce(self, opened: "_Open", state: TrainerState) -> None:
+    def _announce(self, opened: Attempt, state: TrainerState) -> None:
         if opened.link is not None:
             state = {**state, "layercheck": opened.ledger.to_state()}
             opened.link.post(state["step"], state, opened.ledger.drift)
 
-    def _wait_for_commits(self, opened: "_Open", step: int) -> None:
+    def _wait_for_commits(self, opened: Attempt, step: int) -> None:
         """Blocks all ranks while a layer is at its limit (I1); the repeated all-reduce brings the commits."""
         deadline = time.monotonic() + self._config.storage_wait_s
         while must_wait(opened.ledger.facts(step, 0.0), self._config):
@@ -323,14 +291,14 @@ class Session:
                 )
             self._poll(opened, step)
 
-    def _poll(self, opened: "_Open", step: int) -> DriftReport:
+    def _poll(self, opened: Attempt, step: int) -> DriftReport:
         if opened.link is not None:
             opened.link.wait_for_answer(POLL_S)
         report = self._exchange(opened, step)
         opened.ledger.observe(report)
         return report
 
-    def _complete_receipt(self, opened: "_Open", step: int, state: TrainerState) -> None:
+    def _complete_receipt(self, opened: Attempt, step: int, state: TrainerState) -> None:
         receipt = opened.receipt
         if receipt is None or opened.link is None:
             return
@@ -341,7 +309,7 @@ class Session:
         else:
             return
         opened.receipt = receipt.model_copy(update=update)
-        self._coordinator.note_receipt(opened.attempt, opened.receipt.model_dump(mode="json"))
+        self._coordinator.note_receipt(opened.number, opened.receipt.model_dump(mode="json"))
 
     # ------------------------------------------------------------------ save now, close
 
@@ -376,8 +344,13 @@ class Session:
                     f"the full event of step {step} was not committed; see the log above", step=step
                 )
 
-    def close(self, how: str = "completed") -> None:
-        """Waits for the writer, ends the threads and, on rank 0, the attempt. Safe to call twice."""
+    def close(self, how: str = "completed", reason: str = "") -> None:
+        """Waits for the writer and ends the attempt. Safe to call twice, and after any error.
+
+        Args:
+            how: `completed`, `failed` or `fenced`.
+            reason: for people, if it did not complete.
+        """
         opened, self._open = self._open, None
         if opened is None:
             return
@@ -387,10 +360,9 @@ class Session:
             opened.run_log.close()
         if opened.link is not None:
             opened.link.close(CLOSE_S)
-            if how == "completed":
-                self._coordinator.end_attempt(opened.attempt, how)
+            self._coordinator.end_attempt(opened.number, how, reason)
 
-    def _need_open(self) -> "_Open":
+    def _need_open(self) -> Attempt:
         if self._open is None:
             raise LayerCheckError("the session is not open: call session.resume() once before training")
         return self._open

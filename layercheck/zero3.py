@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from layercheck.errors import EngineRefusedError
 from layercheck.layers import LayerMap, LayerSpec, ParamSpec, build_layer_map
+from layercheck.persistence.scalars import pack_scalar, unpack_scalar
 
 MASTER = "fp32"
 FROZEN = "weight"
@@ -174,12 +175,10 @@ class Zero3Engine:
 
     def model_config(self) -> dict[str, Any]:
         """The model's own `config.json`, or an empty dict."""
-        config = getattr(self.engine.module, "config", None)
-        return (
-            dict(json.loads(config.to_json_string(use_diff=False)))
-            if hasattr(config, "to_json_string")
-            else {}
-        )
+        config: Any = getattr(self.engine.module, "config", None)
+        if not hasattr(config, "to_json_string"):
+            return {}
+        return dict(json.loads(config.to_json_string(use_diff=False)))
 
     # ------------------------------------------------------------------ counters
 
@@ -269,7 +268,7 @@ class Zero3Engine:
             return {}
         flat = self.zero.fp32_partitioned_groups_flat[part.sub_group]
         return {
-            key: _pack_scalar(key, value)
+            key: pack_scalar(key, value)
             for key, value in self._state(part.sub_group).items()
             if not (isinstance(value, Tensor) and value.numel() == flat.numel() and value.dim() > 0)
         }
@@ -299,7 +298,7 @@ class Zero3Engine:
                     state[key] = torch.zeros_like(flat, requires_grad=False)
                 state[key].detach().narrow(0, part.begin, part.numel).copy_(value)
         for key, packed in scalars.items():
-            self.optimizer.state[flat][key] = _unpack_scalar(packed)
+            self.optimizer.state[flat][key] = unpack_scalar(packed)
 
     def clear_state(self, sub_group: int) -> None:
         """Forgets the optimizer state of one sub-group, before older state (or none) is put in."""
@@ -349,26 +348,6 @@ def _merge(parts: list[ParamSlice]) -> tuple[tuple[int, int], ...]:
         else:
             segments.append((part.begin, part.numel))
     return tuple(segments)
-
-
-def _pack_scalar(key: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return {"kind": f"tensor:{str(value.dtype).removeprefix('torch.')}", "value": value.item()}
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return {"kind": type(value).__name__, "value": value}
-    shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    raise EngineRefusedError(
-        f"optimizer state {key!r} ({shape}) is neither a scalar nor of its partition's size: this "
-        "optimizer cannot be saved layer by layer",
-        key=key,
-    )
-
-
-def _unpack_scalar(packed: dict[str, Any]) -> Any:
-    kind, value = packed["kind"], packed["value"]
-    if kind.startswith("tensor:"):
-        return torch.tensor(value, dtype=getattr(torch, kind.removeprefix("tensor:")))
-    return int(value) if kind == "int" else float(value)
 
 
 def _refuse_unsupported(engine: Any) -> None:

@@ -60,7 +60,7 @@ class DriftMeter:
         self._sums = torch.zeros(2, len(self._layers), dtype=torch.float64, device=device)
         self._scratch = torch.empty(self._scratch_numel(), dtype=torch.float32, device=device)
         self._phase = 0
-        self._lr = 0.0
+        self._lr = self._held_lr = 0.0
         zero3.on_update(self._before, self._after)
 
     # ------------------------------------------------------------------ inside the optimizer step
@@ -130,7 +130,7 @@ class DriftMeter:
                 float(notices.fenced),
                 float(notices.committed_step),
                 float(notices.committed_part),
-                self._lr,
+                self._lr or self._held_lr,  # a skipped step has none of its own
                 *map(float, lost),
             ]
         vector = torch.cat(
@@ -143,7 +143,7 @@ class DriftMeter:
         values = vector.tolist()
         self._sums.zero_()
         self._phase += _STRIDE
-        self._lr = 0.0
+        self._held_lr, self._lr = self._lr or self._held_lr, 0.0
         flags = values[2 * count :]
         fenced, committed, part, lr, *lost_slots = flags[2 * world :]
         return DriftReport(
