@@ -20,7 +20,7 @@ from layercheck.tracking.calibrate import (
     find_k0,
     find_lr_ref,
 )
-from layercheck.tracking.policy import LayerFacts, PolicyFacts
+from layercheck.tracking.policy import LayerFacts, PolicyFacts, threshold
 from layercheck.tracking.versions import LayerState, Versions, first_staggers
 
 _FIRST_MARGIN = 5
@@ -220,6 +220,11 @@ class Ledger:
     def drift(self) -> dict[str, float]:
         """Trainable layer -> accumulated drift D since its newest version, committed or in flight."""
         return {name: self.versions.layers[name].drift for name in self._names}
+
+    def thresholds(self, step: int, lr: float) -> dict[str, float | None]:
+        """Trainable layer -> K_l at this step and rate; None until K0 is calibrated."""
+        facts = self.facts(step, lr)
+        return {layer.name: threshold(layer, facts, self.config) for layer in facts.layers}
 
     def ages(self, step: int) -> dict[str, int]:
         """Trainable layer -> steps since its newest *committed* version."""

@@ -219,6 +219,25 @@ def test_first_writes_after_a_full_event_are_spread_and_the_next_are_not():
     assert layer_facts(ledger, "layers.0").stagger == staggers[1]
 
 
+def test_thresholds_are_those_of_the_policy_and_unknown_before_the_calibration():
+    assert set(Ledger.fresh(MAP, CONFIG).thresholds(1, 1e-4).values()) == {None}
+    ledger = started()
+    assert ledger.thresholds(4, 1e-4)["lm_head"] == pytest.approx(
+        ledger.k0 * layer_facts(ledger, "lm_head").stagger
+    )
+
+
+def test_i10_a_full_event_outside_the_schedule_leaves_every_layer_fresh():
+    ledger = started()
+    ledger.select(chosen(4, "layers.0"))
+    ledger.observe(report(5, committed=5))
+    ledger.saved_now(5)
+    assert ledger.max_age(5) == 0
+    assert set(ledger.drift.values()) == {0.0}
+    assert ledger.facts(5, 1e-4).event_taken
+    assert ledger.to_state()["newest_full"] == 5
+
+
 def test_k0_is_calibrated_once_from_the_second_half_of_the_warm_up():
     """Steps 3 and 4 move 2, steps 1 and 2 moved 50: a target of 10 steps gives K0 near 20."""
     ledger = Ledger.fresh(MAP, config(warmup_steps=4, warmup_full_every=2, s_max=4000, target_interval=10))
