@@ -361,6 +361,17 @@ def test_failures_that_outrun_the_interval_lower_k_and_the_factor_is_carried():
     assert Ledger.resumed(MAP, failing_run(failure_aware=False).config, plan(run, 60)).k_factor == 1.0
 
 
+def test_one_early_failure_does_not_lower_k_for_ever():
+    run = failing_run(last=12)
+    run.ledger = Ledger.resumed(MAP, run.config, plan(run, 12))
+    run.run(13, 20)
+    assert run.ledger.k_factor == pytest.approx(20 / 60, rel=1e-6)
+    run.run(21, 45)
+    assert run.ledger.k_factor == pytest.approx(45 / 60, rel=1e-6)
+    run.run(46, 70)
+    assert run.ledger.k_factor == 1.0
+
+
 def test_observations_made_before_a_failure_in_the_warm_up_count_after_it():
     run = failing_run(last=14)
     ledger = Ledger.resumed(MAP, run.config, plan(run, 14))
