@@ -37,10 +37,14 @@ class RunConfig(Section):
 
     @property
     def folder(self) -> str:
-        """The folder of the run; absolute for a local storage, since workers have other working folders."""
+        """The folder of the run; absolute or a URI, since workers have other working folders."""
+        return f"{self.storage_root}/{self.name}"
+
+    @property
+    def storage_root(self) -> str:
+        """`storage` as an absolute path or a URI without a slash at its end."""
         storage = self.storage.removeprefix("file://")
-        root = storage.rstrip("/") if "://" in storage else str(Path(storage).expanduser().absolute())
-        return f"{root}/{self.name}"
+        return storage.rstrip("/") if "://" in storage else str(Path(storage).expanduser().absolute())
 
 
 class ModelConfig(Section):
@@ -55,6 +59,7 @@ class ModelConfig(Section):
     vocab_size: int = Field(2048, ge=300)
     """Size of the bundled tokenizer."""
     dropout: float | None = Field(None, ge=0, lt=1)
+    gradient_checkpointing: bool = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
 
     @model_validator(mode="after")
@@ -105,6 +110,8 @@ class TrainConfig(Section):
     clip: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 means no clipping."""
     dtype: Literal["bf16", "fp32"] = "bf16"
+    deepspeed: dict[str, Any] = {}
+    """More DeepSpeed keys (`zero_optimization: {sub_group_size: ...}`), laid over those of the app."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

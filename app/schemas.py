@@ -64,7 +64,7 @@ def _turn(turn: Any) -> Message:
 
 
 def read_medqa(row: dict[str, Any]) -> list[Message]:
-    """`question`, `options` (dict, list of texts, or list of {key, value}), `answer`, perhaps `answer_idx`."""
+    """`question`, `options` (dict, list of texts or of {key, value}), `answer`, perhaps `answer_idx`."""
     options = read_options(row.get("options"))
     letter = answer_letter(row, options)
     lines = [str(row["question"]), ""] + [f"{key}. {text}" for key, text in options.items()]
