@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,12 @@ from app.progress import Meter
 from app.runfiles import RunFiles
 from app.schedule import lr_at
 from app.tokens import tokenizer_files
+from app.train_result import TrainResult
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import FencedError, NoPlanError
 from layercheck.manifest import ResumePoint, TrainerState
 
 log = logging.getLogger("app")
-Status = Literal["completed", "fenced", "refused", "failed"]
 Reporter = Callable[[dict[str, Any]], None]
 
 
@@ -34,17 +34,6 @@ class Faults(Protocol):
     def maybe_kill(self, rank: int, step: int) -> None:
         """Ends this process if a fault names this rank and step."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class TrainResult:
-    """How one life of a worker ended. `step_s` is the median over the steps it ran."""
-
-    status: Status
-    steps: int = 0
-    final_loss: float | None = None
-    step_s: float | None = None
-    message: str = ""
 
 
 @dataclass(frozen=True)
