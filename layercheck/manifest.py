@@ -75,6 +75,19 @@ class PersistDecision:
     """True when a layer reached s_max against committed versions: block until the storage catches up (I1)."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step cost and how fresh the store is. `stall_s` is the time training waited for a save."""
+
+    step: int
+    stall_s: float = 0.0
+    tracking_s: float = 0.0
+    layers_written: int = 0
+    bytes_written: int = 0
+    max_age: int = 0
+    weighted_age: float = 0.0
+
+
 class EventId(Record):
     """One event: versions taken at one step by one attempt; `part` counts further events of the same step."""
 
@@ -108,8 +121,8 @@ class ShardRecord(Record):
     """One row of `commit.parquet`: one rank's part of one layer's version.
 
     `begin` and `end` are the byte range of the layer's tensors inside `file` (a path below the `layercheck`
-    folder); `xxh3_128` is the hex digest of exactly these bytes (the file's header has a digest of its own). A
-    rank that owns no element of the layer has an empty range.
+    folder); `xxh3_128` is the hex digest of exactly these bytes (the file's header has a digest of its own).
+    A rank that owns no element of the layer has an empty range.
     """
 
     layer: str

@@ -1,7 +1,7 @@
 """The one object that an application holds: resume, after_step, save_now, close.
 
-Saving goes tracking -> persistence -> coordination, recovering goes coordination -> recovery; only this file knows
-both. All methods are collectives: every rank calls them at the same step.
+Saving goes tracking -> persistence -> coordination, recovering goes coordination -> recovery; only this file
+knows both. All methods are collectives: every rank calls them at the same step.
 """
 
 import logging
@@ -9,12 +9,12 @@ import math
 import os
 import time
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import psutil
-import torch.distributed as dist
 
+from layercheck.attempt import Attempt
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.in_process import in_process_client
 from layercheck.coordination.link import HeartbeatLink
@@ -28,14 +28,15 @@ from layercheck.manifest import (
     PersistDecision,
     Receipt,
     ResumePoint,
-    RunRecord,
+    StepReport,
     TrainerState,
 )
 from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
-from layercheck.persistence.storage import Storage, open_storage
+from layercheck.persistence.storage import Storage, open_run_folder, open_storage
 from layercheck.persistence.writer import ShardWriter
-from layercheck.recovery.restore import count_over_ranks, on_rank_zero, restore
-from layercheck.tracking.drift import LOST_SLOTS, DriftMeter, RankNotices
+from layercheck.recovery.begin import Submission, begin
+from layercheck.recovery.restore import restore
+from layercheck.tracking.drift import DriftMeter
 from layercheck.tracking.ledger import Ledger
 from layercheck.tracking.policy import decide, must_wait
 from layercheck.tracking.run_log import RunLog
@@ -45,28 +46,6 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 CLOSE_S = 60.0
 LATER_STEPS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step cost and how fresh the store is. `stall_s` is the time training waited for a save."""
-
-    step: int
-    stall_s: float = 0.0
-    tracking_s: float = 0.0
-    layers_written: int = 0
-    bytes_written: int = 0
-    max_age: int = 0
-    weighted_age: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """Who runs: `name` tells a restart of one submission from another one; `info` goes into run.json."""
-
-    name: str
-    takeover: bool
-    info: dict[str, Any]
 
 
 def attach(
@@ -101,41 +80,8 @@ def attach(
     zero3 = Zero3Engine(engine)
     store = open_storage(storage, run)
     client = coordinator or in_process_client(store, settings, zero3.rank, zero3.world_size)
-    return Session(
-        zero3, store, run, settings, client, Submission(submission or uuid.uuid4().hex, takeover, run_info or {})
-    )
-
-
-@dataclass(slots=True)
-class _Open:
-    """What a session holds from `resume` to `close`."""
-
-    attempt: int
-    ledger: Ledger
-    taker: SnapshotTaker
-    writer: ShardWriter
-    link: HeartbeatLink | None
-    run_log: RunLog
-    receipt: Receipt | None
-    step: int = 0
-    skipped: int = 0
-    part: int = 0
-    state: TrainerState = field(default_factory=dict)
-    since: float = field(default_factory=time.monotonic)
-    told_lost: set[int] = field(default_factory=set)
-
-    def notices(self) -> RankNotices:
-        """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last."""
-        backlog = self.writer.backlog_bytes
-        if self.link is None:
-            return RankNotices(backlog)
-        reply = self.link.reply
-        untold = sorted(set(reply.lost_steps) - self.told_lost)
-        told, later = untold[:LOST_SLOTS], untold[LOST_SLOTS:]
-        self.told_lost.update(told)
-        # A commit newer than a loss that has no slot yet would pass the lost event off as committed.
-        committed = min(reply.committed_step, later[0] - 1) if later else reply.committed_step
-        return RankNotices(backlog, False, committed, reply.committed_part, tuple(told), reply.fenced)
+    who = Submission(run, submission or uuid.uuid4().hex, takeover, run_info or {})
+    return Session(zero3, store, open_run_folder(storage, run), settings, client, who)
 
 
 class Session:
@@ -145,34 +91,34 @@ class Session:
         self,
         zero3: Zero3Engine,
         storage: Storage,
-        run: str,
+        run_folder: Storage,
         config: LayerCheckConfig,
         coordinator: CoordinatorClient,
         submission: Submission,
     ) -> None:
         self._zero3 = zero3
         self._storage = storage
-        self._run = run
+        self._run_folder = run_folder
         self._config = config
         self._coordinator = coordinator
         self._submission = submission
         self._meter = DriftMeter(zero3, config.drift)
-        self._open: _Open | None = None
+        self._open: Attempt | None = None
 
     # ------------------------------------------------------------------ resume
 
     def resume(self) -> ResumePoint:
-        """Opens the run: starts it, or recovers the newest version of every layer. Call once, before training.
+        """Starts the run, or recovers the newest version of every layer. Call once, before training.
 
         Returns:
             The first step to run and the trainer state that belongs to the step before it.
 
         Raises:
-            StoreMismatchError, NoPlanError, RunIsLiveError, RestartLoopError, StorageError: nothing was changed.
+            StoreMismatchError, NoPlanError, RunIsLiveError, RestartLoopError, StorageError: nothing was
+            changed.
         """
-        self._check_storage_is_shared()
         started = time.monotonic()
-        grant = on_rank_zero(self._begin)
+        grant = begin(self._zero3, self._storage, self._coordinator, self._config, self._submission)
         receipt: Receipt | None = None
         if grant.plan is not None:
             grant, receipt = restore(
@@ -184,60 +130,17 @@ class Session:
             self._step_zero()
             return ResumePoint(step=1)
         self._zero3.set_global_state(plan.resume_step - 1, plan.trainer_state)
-        opened.step = plan.resume_step - 1
-        if self._zero3.rank == 0:
-            assert receipt is not None
+        opened.step, opened.skipped = self._zero3.step, self._zero3.skipped
+        self._announce(opened, plan.trainer_state)
+        if opened.link is not None and receipt is not None:
             self._coordinator.note_receipt(grant.attempt, receipt.model_dump(mode="json"))
         return ResumePoint(plan.resume_step, plan.trainer_state, receipt)
 
-    def _check_storage_is_shared(self) -> None:
-        token = on_rank_zero(lambda: uuid.uuid4().hex)
-        self._probe = f"probe-{token}"
-        on_rank_zero(lambda: self._storage.write(self._probe, [token.encode()]))
-        blind = self._storage.size(self._probe) is None
-        if count_over_ranks(int(blind), self._zero3.collective_device):
-            where = "this rank does not" if blind else "another rank does not"
-            raise StorageError(
-                f"storage {self._storage.root}: {where} see what rank 0 wrote there; "
-                "give a storage path that all nodes share",
-                path=self._storage.root,
-            )
-
-    def _begin(self) -> AttemptGrant:
-        try:
-            changed = self._coordinator.open_run(self._run_record(), self._probe)
-        finally:
-            self._storage.delete(self._probe)
-        for line in changed:
-            log.warning("setting changed since this run began: %s", line)
-        grant = self._coordinator.begin_attempt(
-            uuid.uuid4().hex,
-            self._submission.name,
-            self._zero3.world_size,
-            self._config.recovery,
-            self._submission.takeover,
-        )
-        for note in grant.notes:
-            log.warning("%s", note)
-        return grant
-
-    def _run_record(self) -> RunRecord:
-        info = self._submission.info
-        return RunRecord(
-            run_id=uuid.uuid4().hex,
-            name=self._run,
-            layer_map=self._zero3.layer_map,
-            optimizer=type(self._zero3.optimizer).__name__,
-            model_config_json=self._zero3.model_config(),
-            tokenizer_files=info.get("tokenizer_files", {}),
-            config={**info.get("config", {}), "checkpoint": self._config.model_dump(mode="json")},
-        )
-
-    def _start(self, grant: AttemptGrant, receipt: Receipt | None) -> "_Open":
+    def _start(self, grant: AttemptGrant, receipt: Receipt | None) -> Attempt:
         zero3, config = self._zero3, self._config
         pool = StagingPool(config.staging_bytes or _staging_bytes(zero3), pin=zero3.on_accelerator)
-        return _Open(
-            attempt=grant.attempt,
+        return Attempt(
+            number=grant.attempt,
             ledger=(
                 Ledger.fresh(zero3.layer_map, config, zero3.initial_lr)
                 if grant.plan is None
@@ -253,7 +156,17 @@ class Session:
                 timeout_s=config.storage_wait_s,
             ),
             link=HeartbeatLink(self._coordinator, grant.attempt) if zero3.rank == 0 else None,
-            run_log=RunLog.open(self._storage, grant.attempt, config.metrics_flush_s, zero3),
+            run_log=(
+                RunLog(
+                    self._run_folder,
+                    grant.attempt,
+                    config.metrics_flush_s,
+                    zero3.layer_map,
+                    zero3.layer_nbytes,
+                )
+                if zero3.rank == 0
+                else None
+            ),
             receipt=receipt,
         )
 
@@ -284,11 +197,12 @@ class Session:
             return StepReport(step)
         if step != self._zero3.step:
             raise LayerCheckError(
-                f"after_step(step={step}) but engine.global_steps is {self._zero3.step}: pass the engine's step"
+                f"after_step(step={step}): engine.global_steps is {self._zero3.step}; pass that"
             )
         started = time.monotonic()
         opened.step = step
         state: TrainerState = {**(trainer_state or {}), "step": step, **self._zero3.global_state()}
+        opened.state = state
         report = self._exchange(opened, step, self._is_poisoned(opened, state))
         self._refuse_poison(opened, report)
         opened.ledger.observe(report)
@@ -308,44 +222,48 @@ class Session:
             max_age=opened.ledger.max_age(step),
             weighted_age=opened.ledger.weighted_age(step),
         )
-        opened.run_log.step(result, state, report, decision, opened.ledger)
+        if opened.run_log is not None:
+            opened.run_log.step(result, state, report, decision, opened.ledger)
         self._complete_receipt(opened, step, state)
         return result
 
-    def _exchange(self, opened: "_Open", step: int, error: bool = False) -> DriftReport:
+    def _exchange(self, opened: Attempt, step: int, error: bool = False) -> DriftReport:
         report = self._meter.reduce(step, replace(opened.notices(), error=error))
         if report.fenced:
             raise FencedError(
-                f"attempt {opened.attempt} of run {self._run} was taken over by a newer one at step {step}", step=step
+                f"attempt {opened.number} of run {self._submission.run} was taken over at step {step}",
+                step=step,
             )
         return report
 
-    def _is_poisoned(self, opened: "_Open", state: TrainerState) -> bool:
+    def _is_poisoned(self, opened: Attempt, state: TrainerState) -> bool:
         if self._zero3.skipped > opened.skipped:
             opened.skipped = self._zero3.skipped
             return False
         values = (state.get("loss"), self._zero3.grad_norm())
         return any(value is not None and not math.isfinite(value) for value in values)
 
-    def _refuse_poison(self, opened: "_Open", report: DriftReport) -> None:
+    def _refuse_poison(self, opened: Attempt, report: DriftReport) -> None:
         layer = opened.ledger.non_finite(report)
         if layer is None and not report.errors:
             return
-        what = f"layer {layer} moved by a non-finite amount" if layer else "the loss or gradient norm is not finite"
+        what = (
+            f"layer {layer} moved by a non-finite amount"
+            if layer
+            else "the loss or gradient norm is not finite"
+        )
         reason = f"step {report.step}: {what}; nothing of this step was saved, collection is frozen"
-        if self._zero3.rank == 0:
-            self._coordinator.end_attempt(opened.attempt, "failed", reason)
-        self.close("failed")
+        self.close("failed", reason)
         raise NonFiniteStateError(reason, step=report.step, layer=layer)
 
-    def _save(self, opened: "_Open", decision: PersistDecision, state: TrainerState, part: int = 0) -> int:
+    def _save(self, opened: Attempt, decision: PersistDecision, state: TrainerState, part: int = 0) -> int:
         """Copies the chosen layers and hands them to the writer; returns this rank's bytes."""
         if not decision.writes:
             return 0
         if part == 0:
             opened.ledger.select(decision)
         state = {**state, "layercheck": opened.ledger.to_state()}
-        event = EventId(step=decision.step, attempt=opened.attempt, part=part)
+        event = EventId(step=decision.step, attempt=opened.number, part=part)
         try:
             return opened.taker.take(event, decision, state, opened.writer.submit).layout.total
         except StorageError as error:
@@ -353,13 +271,13 @@ class Session:
             log.error("event %s is lost: %s", event.folder, error)
             return 0
 
-    def _announce(self, opened: "_Open", state: TrainerState) -> None:
+    def _announce(self, opened: Attempt, state: TrainerState) -> None:
         if opened.link is not None:
             state = {**state, "layercheck": opened.ledger.to_state()}
             opened.link.post(state["step"], state, opened.ledger.drift)
 
-    def _wait_for_commits(self, opened: "_Open", step: int) -> None:
-        """Blocks all ranks while a layer is at its age limit (I1). The repeated all-reduce brings the commits."""
+    def _wait_for_commits(self, opened: Attempt, step: int) -> None:
+        """Blocks all ranks while a layer is at its limit (I1); the repeated all-reduce brings the commits."""
         deadline = time.monotonic() + self._config.storage_wait_s
         while must_wait(opened.ledger.facts(step, 0.0), self._config):
             if self._config.on_bound == "continue" and step > 0:
@@ -367,20 +285,20 @@ class Session:
                 return
             if time.monotonic() > deadline:
                 raise AgeBoundError(
-                    f"step {step}: a layer is s_max={self._config.s_max} steps old and the storage committed nothing "
-                    f"newer within storage_wait_s={self._config.storage_wait_s:g}",
+                    f"step {step}: a layer is s_max={self._config.s_max} steps old and nothing newer was "
+                    f"committed within storage_wait_s={self._config.storage_wait_s:g}",
                     step=step,
                 )
             self._poll(opened, step)
 
-    def _poll(self, opened: "_Open", step: int) -> DriftReport:
+    def _poll(self, opened: Attempt, step: int) -> DriftReport:
         if opened.link is not None:
             opened.link.wait_for_answer(POLL_S)
         report = self._exchange(opened, step)
         opened.ledger.observe(report)
         return report
 
-    def _complete_receipt(self, opened: "_Open", step: int, state: TrainerState) -> None:
+    def _complete_receipt(self, opened: Attempt, step: int, state: TrainerState) -> None:
         receipt = opened.receipt
         if receipt is None or opened.link is None:
             return
@@ -391,7 +309,7 @@ class Session:
         else:
             return
         opened.receipt = receipt.model_copy(update=update)
-        self._coordinator.note_receipt(opened.attempt, opened.receipt.model_dump(mode="json"))
+        self._coordinator.note_receipt(opened.number, opened.receipt.model_dump(mode="json"))
 
     # ------------------------------------------------------------------ save now, close
 
@@ -422,22 +340,29 @@ class Session:
                 opened.ledger.saved_now(step)
                 return
             if step in report.lost_steps or time.monotonic() > deadline:
-                raise StorageError(f"the full event of step {step} was not committed; see the log above", step=step)
+                raise StorageError(
+                    f"the full event of step {step} was not committed; see the log above", step=step
+                )
 
-    def close(self, how: str = "completed") -> None:
-        """Waits for the writer, ends the threads and, on rank 0, the attempt. Safe to call twice."""
+    def close(self, how: str = "completed", reason: str = "") -> None:
+        """Waits for the writer and ends the attempt. Safe to call twice, and after any error.
+
+        Args:
+            how: `completed`, `failed` or `fenced`.
+            reason: for people, if it did not complete.
+        """
         opened, self._open = self._open, None
         if opened is None:
             return
         if not opened.writer.close(CLOSE_S):
             log.error("%d bytes were not durable %g s after the end", opened.writer.backlog_bytes, CLOSE_S)
-        opened.run_log.close()
+        if opened.run_log is not None:
+            opened.run_log.close()
         if opened.link is not None:
             opened.link.close(CLOSE_S)
-            if how == "completed":
-                self._coordinator.end_attempt(opened.attempt, how)
+            self._coordinator.end_attempt(opened.number, how, reason)
 
-    def _need_open(self) -> "_Open":
+    def _need_open(self) -> Attempt:
         if self._open is None:
             raise LayerCheckError("the session is not open: call session.resume() once before training")
         return self._open

@@ -1,8 +1,8 @@
-"""The only file that knows DeepSpeed: layer groups, this rank's slices of one layer, reading and writing them.
+"""The only file that knows DeepSpeed: layer groups, this rank's slices of a layer, reading and writing them.
 
-Under ZeRO-3 each parameter is flattened, padded to a multiple of the world size and cut into equal parts; a rank's
-parts of one optimizer sub-group lie one after the other in one flat fp32 tensor. A part may end in padding that
-nobody initialises, so everything here speaks of the real elements alone.
+Under ZeRO-3 each parameter is flattened, padded to a multiple of the world size and cut into equal parts; a
+rank's parts of one optimizer sub-group lie one after the other in one flat fp32 tensor. A part may end in
+padding that nobody initialises, so everything here speaks of the real elements alone.
 """
 
 import json
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from layercheck.errors import EngineRefusedError
 from layercheck.layers import LayerMap, LayerSpec, ParamSpec, build_layer_map
+from layercheck.persistence.scalars import pack_scalar, unpack_scalar
 
 MASTER = "fp32"
 FROZEN = "weight"
 
 
 def describe_model(model: nn.Module) -> LayerMap:
-    """The layer map of a model, partitioned by `zero.Init` or not. A tied parameter belongs to its first owner."""
+    """The layer map of a model, partitioned or not. A tied parameter belongs to its first owner."""
     lists = [
         (len(module), name) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
     ]
@@ -36,8 +37,8 @@ def describe_model(model: nn.Module) -> LayerMap:
 def layer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Optimizer groups that mirror the layers (paper 3.4.1), to be given to the optimizer.
 
-    Matrices decay, vectors (biases, norms) do not. A layer with both kinds gives two groups, with one kind one;
-    frozen parameters are left out.
+    Matrices decay, vectors (biases, norms) do not. A layer with both kinds gives two groups, with one kind
+    one; frozen parameters are left out.
 
     Args:
         model: the model, before `deepspeed.initialize`.
@@ -100,7 +101,8 @@ class Zero3Engine:
     """What LayerCheck needs of a DeepSpeed ZeRO-3 engine, by layer.
 
     Raises:
-        EngineRefusedError: the engine is of a kind whose updates the hooks would miss, or a group mixes layers.
+        EngineRefusedError: the engine is of a kind whose updates the hooks would miss, or a group mixes
+        layers.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -141,7 +143,7 @@ class Zero3Engine:
             layers = sorted({part.layer for part in members})
             if len(layers) > 1:
                 raise EngineRefusedError(
-                    f"optimizer group {index} mixes the layers {layers[0]} and {layers[1]}: give the optimizer "
+                    f"optimizer group {index} mixes the layers {layers[0]} and {layers[1]}: give it "
                     "layercheck.layer_groups(model, weight_decay)",
                     layers=layers,
                 )
@@ -158,6 +160,14 @@ class Zero3Engine:
         """Bytes of this rank's full state: fp32 weights and two moments."""
         return sum(12 * length for group in self.sub_groups for _, length in group.segments)
 
+    def layer_nbytes(self, layer: str) -> int:
+        """Bytes of one version of a layer over all ranks, with the optimizer state that exists now."""
+        return sum(
+            part.spec.numel * tensor.element_size()
+            for part in self.slices[layer]
+            for tensor in self.tensors(part).values()
+        )
+
     @property
     def initial_lr(self) -> float:
         """Largest learning rate that the optimizer groups started with."""
@@ -165,8 +175,10 @@ class Zero3Engine:
 
     def model_config(self) -> dict[str, Any]:
         """The model's own `config.json`, or an empty dict."""
-        config = getattr(self.engine.module, "config", None)
-        return dict(json.loads(config.to_json_string(use_diff=False))) if hasattr(config, "to_json_string") else {}
+        config: Any = getattr(self.engine.module, "config", None)
+        if not hasattr(config, "to_json_string"):
+            return {}
+        return dict(json.loads(config.to_json_string(use_diff=False)))
 
     # ------------------------------------------------------------------ counters
 
@@ -209,7 +221,8 @@ class Zero3Engine:
     def on_update(self, before: Callable[[SubGroup, float], None], after: Callable[[SubGroup], None]) -> None:
         """Calls `before(sub_group, lr)` and `after(sub_group)` around each realised update.
 
-        DeepSpeed steps its sub-groups in order, one optimizer call each, with only that group's `params` filled.
+        DeepSpeed steps its sub-groups in order, one optimizer call each, with only that group's `params`
+        filled.
         """
         active: list[SubGroup] = []
 
@@ -238,7 +251,7 @@ class Zero3Engine:
     # ------------------------------------------------------------------ reading
 
     def tensors(self, part: ParamSlice) -> dict[str, Tensor]:
-        """The live tensors of one slice: `fp32` and the optimizer's own, each flat, (numel,), without padding."""
+        """The live tensors of one slice, each of shape (numel,): `fp32` and the optimizer's own."""
         if part.sub_group < 0:
             weight = self._params[part.spec.name].ds_tensor.detach()
             return {FROZEN: weight.narrow(0, 0, part.numel)}
@@ -255,7 +268,7 @@ class Zero3Engine:
             return {}
         flat = self.zero.fp32_partitioned_groups_flat[part.sub_group]
         return {
-            key: _pack_scalar(key, value)
+            key: pack_scalar(key, value)
             for key, value in self._state(part.sub_group).items()
             if not (isinstance(value, Tensor) and value.numel() == flat.numel() and value.dim() > 0)
         }
@@ -285,7 +298,7 @@ class Zero3Engine:
                     state[key] = torch.zeros_like(flat, requires_grad=False)
                 state[key].detach().narrow(0, part.begin, part.numel).copy_(value)
         for key, packed in scalars.items():
-            self.optimizer.state[flat][key] = _unpack_scalar(packed)
+            self.optimizer.state[flat][key] = unpack_scalar(packed)
 
     def clear_state(self, sub_group: int) -> None:
         """Forgets the optimizer state of one sub-group, before older state (or none) is put in."""
@@ -335,26 +348,6 @@ def _merge(parts: list[ParamSlice]) -> tuple[tuple[int, int], ...]:
         else:
             segments.append((part.begin, part.numel))
     return tuple(segments)
-
-
-def _pack_scalar(key: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return {"kind": f"tensor:{str(value.dtype).removeprefix('torch.')}", "value": value.item()}
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return {"kind": type(value).__name__, "value": value}
-    shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    raise EngineRefusedError(
-        f"optimizer state {key!r} ({shape}) is neither a scalar nor of the size of its partition: this optimizer "
-        "cannot be saved layer by layer",
-        key=key,
-    )
-
-
-def _unpack_scalar(packed: dict[str, Any]) -> Any:
-    kind, value = packed["kind"], packed["value"]
-    if kind.startswith("tensor:"):
-        return torch.tensor(value, dtype=getattr(torch, kind.removeprefix("tensor:")))
-    return int(value) if kind == "int" else float(value)
 
 
 def _refuse_unsupported(engine: Any) -> None:

@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks. A forkserver with the heavy imports preloaded makes a group cost seconds."""
+"""Runs a function on several gloo ranks; a forkserver with the heavy imports preloaded makes that cheap."""
 
 import multiprocessing
 import os

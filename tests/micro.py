@@ -1,4 +1,4 @@
-"""A micro Qwen2 under ZeRO-3 and a training step whose data, dropout and learning rate depend on the step alone."""
+"""A micro Qwen2 under ZeRO-3; data, dropout and learning rate of a step depend on its number alone."""
 
 from typing import Any
 

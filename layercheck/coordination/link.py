@@ -1,7 +1,7 @@
 """Rank 0's line to the coordinator: a background thread that sends heartbeats and keeps the newest answer.
 
-At most one heartbeat is outstanding; a newer one replaces an unsent one. Between steps the last one is repeated
-every `REPEAT_S`, so that the coordinator can tell a slow step from a dead driver.
+At most one heartbeat is outstanding; a newer one replaces an unsent one. Between steps the last one is
+repeated every `REPEAT_S`, so that the coordinator can tell a slow step from a dead driver.
 """
 
 import logging

@@ -6,14 +6,15 @@ States of one event on one rank:
 3. `take` returns: the bytes are those of this step, the optimizer may step again (training thread).
 4. the writer releases the blocks when the file is durable or given up (writer thread).
 
-An event that is larger than the whole pool streams through it: blocks go back as they are written, training waits
-for them, and the write cannot be tried again.
+An event that is larger than the whole pool streams through it: blocks go back as they are written, training
+waits for them, and the write cannot be tried again.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class StagingPool:
         with self._changed:
             if not self._changed.wait_for(lambda: self._free, timeout_s):
                 raise StorageError(
-                    f"no staging memory became free within storage_wait_s={timeout_s:g}: the storage is too slow"
+                    f"no staging memory became free in storage_wait_s={timeout_s:g}: the storage is too slow"
                 )
             return self._free.pop()
 
@@ -112,9 +113,7 @@ class BlockStream:
         position = 0
         while True:
             with self._changed:
-                moved = self._changed.wait_for(
-                    lambda: len(self._filled) > position or self._state != "filling", timeout_s
-                )
+                moved = self._changed.wait_for(partial(self._has, position), timeout_s)
                 if not moved or self._state == "broken":
                     raise StorageError("the snapshot was given up before all its bytes were copied")
                 if len(self._filled) <= position:
@@ -127,6 +126,9 @@ class BlockStream:
                 self._pool.give([block])
             else:
                 position += 1
+
+    def _has(self, position: int) -> bool:
+        return len(self._filled) > position or self._state != "filling"
 
     def release(self) -> None:
         """Gives all blocks back; later ones go back as they come."""

@@ -1,7 +1,7 @@
 """Writes snapshots in the background, one after the other, and tells the coordinator. No collectives here.
 
-A failed write is tried again with growing pauses; an event that still fails is reported as lost, its drift comes
-back by the coordinator's notice, an alert is raised, and training goes on (I9).
+A failed write is tried again with growing pauses; an event that still fails is reported as lost, its drift
+comes back by the coordinator's notice, an alert is raised, and training goes on (I9).
 """
 
 import logging
@@ -93,7 +93,9 @@ class ShardWriter:
     def drain(self, timeout_s: float) -> bool:
         """Waits until everything submitted is durable or given up; False if the limit came first."""
         with self._lock:
-            return self._lock.wait_for(lambda: self._backlog_bytes == 0 or self._failure is not None, timeout_s)
+            return self._lock.wait_for(
+                lambda: self._backlog_bytes == 0 or self._failure is not None, timeout_s
+            )
 
     def close(self, timeout_s: float) -> bool:
         """Drains, then ends the thread; False if the limit came first."""

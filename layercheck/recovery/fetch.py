@@ -1,7 +1,7 @@
 """Reads the versions of a plan from the storage: every byte checked, then cut to what this rank needs.
 
-A shard whose checksum is wrong is read once more; if it is wrong again it is reported as bad, and the caller gets a
-plan with an older version of that layer.
+A shard whose checksum is wrong is read once more; if it is wrong again it is reported as bad, and the caller
+gets a plan with an older version of that layer.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,8 +110,8 @@ class Fetcher:
             _check_identity(header, shard)
             self._headers[shard.file] = header
         data = np.empty(shard.nbytes, dtype=np.uint8)
-        self._storage.read_into(shard.file, shard.begin, memoryview(data))
-        digest = xxhash.xxh3_128_hexdigest(memoryview(data))
+        self._storage.read_into(shard.file, shard.begin, data.data)
+        digest = xxhash.xxh3_128_hexdigest(data.data)
         if digest != shard.xxh3_128:
             raise DamagedShardError(
                 f"{shard.file}: checksum of layer {shard.layer} is {digest}, not {shard.xxh3_128}"
@@ -151,7 +151,9 @@ def _check_identity(header: "_IndexedHeader", shard: ShardRecord) -> None:
     found = (about.step, about.attempt, about.part, about.rank, about.world_size)
     wanted = (shard.step, shard.attempt, shard.part, shard.rank, shard.world_size)
     if found != wanted:
-        raise DamagedShardError(f"{shard.file} holds (step, attempt, part, rank, world) {found}, not {wanted}")
+        raise DamagedShardError(
+            f"{shard.file} holds (step, attempt, part, rank, world) {found}, not {wanted}"
+        )
 
 
 def _overlaps(shard: ShardRecord, wanted: Sequence[Wanted]) -> bool:

@@ -31,8 +31,12 @@ def install(zero3: Zero3Engine, layers: dict[str, FetchedLayer]) -> None:
     zero3.end_install()
     stale = zero3.stale_parameter()
     if stale is not None:
-        raise LayerCheckError(f"after the install, parameter {stale} does not show its fp32 values", parameter=stale)
+        raise LayerCheckError(
+            f"after the install, parameter {stale} does not show its fp32 values", parameter=stale
+        )
 
 
 def _tensors(fetched: FetchedSlice) -> dict[str, Tensor]:
-    return {key: torch.from_numpy(raw).view(_DTYPES[fetched.dtypes[key]]) for key, raw in fetched.tensors.items()}
+    return {
+        key: torch.from_numpy(raw).view(_DTYPES[fetched.dtypes[key]]) for key, raw in fetched.tensors.items()
+    }

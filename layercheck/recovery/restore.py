@@ -8,42 +8,17 @@ States, all ranks together unless said otherwise:
 """
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from layercheck.coordination.protocol import CoordinatorClient
-from layercheck.errors import LayerCheckError
 from layercheck.manifest import AttemptGrant, BadShard, LayerPlan, Receipt, RecoveryPlan
 from layercheck.persistence.storage import Storage
+from layercheck.recovery.collectives import count_over_ranks, on_rank_zero
 from layercheck.recovery.fetch import FetchedLayer, Fetcher
 from layercheck.recovery.install import install
 from layercheck.zero3 import Zero3Engine
-
-T = TypeVar("T")
-
-
-def on_rank_zero(call: Callable[[], T]) -> T:
-    """Runs `call` on rank 0 and gives its result, or its LayerCheckError, to every rank. A collective."""
-    answer: list[T | LayerCheckError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [call()]
-        except LayerCheckError as error:
-            answer = [error]
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], LayerCheckError):
-        raise answer[0]
-    return answer[0]  # type: ignore[return-value]
-
-
-def count_over_ranks(count: int, device: torch.device) -> int:
-    """The sum of `count` over all ranks. A collective."""
-    total = torch.tensor([float(count)], dtype=torch.float64, device=device)
-    dist.all_reduce(total)
-    return int(total.item())
 
 
 def restore(
@@ -57,12 +32,13 @@ def restore(
     Raises:
         NoPlanError: without the bad shards nothing is left to recover from.
     """
-    assert grant.plan is not None
+    plan = grant.plan
+    assert plan is not None, "a fresh run has nothing to restore"
     started = time.monotonic()
     fetcher = Fetcher(storage)
     layers: dict[str, FetchedLayer] = {}
     all_bad: list[BadShard] = []
-    todo = grant.plan.layers
+    todo = plan.layers
     while True:
         fetched, bad = fetcher.fetch(todo, zero3.slices)
         layers.update(fetched)
@@ -70,17 +46,18 @@ def restore(
         if not bad:
             break
         all_bad += bad
-        before = {layer.layer: layer for layer in grant.plan.layers}
+        before = {layer.layer: layer for layer in plan.layers}
         attempt = grant.attempt
         grant = on_rank_zero(lambda n=attempt, b=tuple(bad): coordinator.amend(n, b))  # type: ignore[misc]
-        assert grant.plan is not None
-        todo = tuple(layer for layer in grant.plan.layers if _moved(before.get(layer.layer), layer))
+        plan = grant.plan
+        assert plan is not None, "an amended grant always has a plan"
+        todo = tuple(layer for layer in plan.layers if _moved(before.get(layer.layer), layer))
         for layer in todo:
             layers.pop(layer.layer, None)
     fetch_s = time.monotonic() - started
     started = time.monotonic()
     install(zero3, layers)
-    receipt = _receipt(grant, grant.plan, tuple(all_bad))
+    receipt = _receipt(grant, plan, tuple(all_bad))
     seconds = {"plan_s": plan_s, "fetch_s": fetch_s, "install_s": time.monotonic() - started}
     return grant, receipt.model_copy(update=seconds)
 

@@ -1,8 +1,9 @@
 """Measures how far each layer moved in a step, and reduces it over the ranks with one all-reduce.
 
-Hooks around the optimizer see each sub-group's fp32 partition before and after its update, so any optimizer is
-measured as it really stepped. Large partitions on a CPU are sampled: contiguous blocks, one in `SAMPLE_EVERY`,
-rotating from step to step so that the whole partition is visited. Per layer l with n_l elements, dW = W(t)-W(t-1):
+Hooks around the optimizer see each sub-group's fp32 partition before and after its update, so any optimizer
+is measured as it really stepped. Large partitions on a CPU are sampled: contiguous blocks, one in
+`SAMPLE_EVERY`, rotating from step to step so that the whole partition is visited. Per layer l with n_l
+elements, dW = W(t)-W(t-1):
 
     mean_abs  sum|dW| / n_l            rms      sqrt(sum dW^2 / n_l)
     rel_l1    sum|dW| / sum|W|         rel_l2   sqrt(sum dW^2 / sum W^2)
@@ -59,7 +60,7 @@ class DriftMeter:
         self._sums = torch.zeros(2, len(self._layers), dtype=torch.float64, device=device)
         self._scratch = torch.empty(self._scratch_numel(), dtype=torch.float32, device=device)
         self._phase = 0
-        self._lr = 0.0
+        self._lr = self._held_lr = 0.0
         zero3.on_update(self._before, self._after)
 
     # ------------------------------------------------------------------ inside the optimizer step
@@ -68,7 +69,7 @@ class DriftMeter:
         return max(sum(view.numel() for view, _ in self._views(group)) for group in self._zero3.sub_groups)
 
     def _views(self, group: SubGroup) -> list[tuple[Tensor, float]]:
-        """What is looked at in this step, as (view, weight): `weight` scales the view's sum to its segment."""
+        """What this step looks at, as (view, weight): `weight` scales the view's sum to its segment."""
         views: list[tuple[Tensor, float]] = []
         for begin, length in group.segments:
             run = group.flat.narrow(0, begin, length)
@@ -98,7 +99,7 @@ class DriftMeter:
             offset += view.numel()
 
     def _power_sum(self, values: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(values, ord=self._order, dtype=torch.float64)
+        norm: Tensor = torch.linalg.vector_norm(values, ord=self._order, dtype=torch.float64)
         return norm if self._order == 1 else norm * norm
 
     # ------------------------------------------------------------------ once a step, on every rank
@@ -129,7 +130,7 @@ class DriftMeter:
                 float(notices.fenced),
                 float(notices.committed_step),
                 float(notices.committed_part),
-                self._lr,
+                self._lr or self._held_lr,  # a skipped step has none of its own
                 *map(float, lost),
             ]
         vector = torch.cat(
@@ -142,7 +143,7 @@ class DriftMeter:
         values = vector.tolist()
         self._sums.zero_()
         self._phase += _STRIDE
-        self._lr = 0.0
+        self._held_lr, self._lr = self._lr or self._held_lr, 0.0
         flags = values[2 * count :]
         fenced, committed, part, lr, *lost_slots = flags[2 * world :]
         return DriftReport(

@@ -194,10 +194,18 @@ class Ledger:
         full = any(write.reason == "full" for write in decision.writes)
         self.versions.take(decision.step, [write.layer for write in decision.writes], full)
         if full:
-            for name, stagger in first_staggers(self.layer_map).items():
-                self.versions.layers[name].stagger = stagger
+            self._stagger()
         else:
             self._count_reasons(decision.step, decision.writes)
+
+    def saved_now(self, step: int) -> None:
+        """A full event of this step, outside the policy's schedule, is committed (I10)."""
+        for earlier in self.versions.in_flight:
+            self.versions.commit(earlier)
+        self.versions.take(step, self.versions.layers, full=True)
+        self.versions.commit(step)
+        self._event_step = step
+        self._stagger()
 
     # ---------------------------------------------------------------------------------------------- readings
 
@@ -236,6 +244,10 @@ class Ledger:
         return 2 * sum(by_age for _, by_age in self._reasons) > len(self._reasons)
 
     # ---------------------------------------------------------------------------------------------- internal
+
+    def _stagger(self) -> None:
+        for name, stagger in first_staggers(self.layer_map).items():
+            self.versions.layers[name].stagger = stagger
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ def config(**settings: object) -> LayerCheckConfig:
 
 @dataclass
 class SimulatedRun:
-    """Steps a ledger. `delay(step)`: commit delay of an event, in steps; `loses(step)`: whether it is lost."""
+    """Steps a ledger. `delay(step)`: commit delay of an event in steps; `loses(step)`: is it lost."""
 
     layer_map: LayerMap
     config: LayerCheckConfig
