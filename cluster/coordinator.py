@@ -48,7 +48,7 @@ def plain_coordinator(run: str, storage: str, config: LayerCheckConfig) -> Plain
     from layercheck.coordination.coordinator import Coordinator
     from layercheck.persistence.storage import open_storage
 
-    return Coordinator(open_storage(f"{storage}/{run}/layercheck"), config)
+    return Coordinator(open_storage(storage, run), config)
 
 
 def normal_storage(storage: str) -> str:

@@ -52,7 +52,7 @@ class PrivateHead:
     Attributes:
         address: `127.0.0.1:port`, for `ray.init(address=...)` and RAY_ADDRESS.
         dashboard: `http://127.0.0.1:port`, for job submission.
-        folder: temporary folder of this head; holds the token, removed at the end.
+        folder: private folder of this head; holds token, log and Ray's own folder; removed at the end.
     """
 
     address: str
@@ -100,6 +100,8 @@ def start_head(
     """
     # Short: a socket path below it must stay under 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="lc-", dir="/tmp"))
+    # Not the folder itself: Ray opens its temporary folder to everybody (mode 0777), and with it the token.
+    (folder / "r").mkdir()
     _write_token(folder)
     ports = dict(zip(_PORT_FLAGS, _free_ports(len(_PORT_FLAGS)), strict=True))
     with open(folder / "head.log", "wb") as log:
@@ -120,7 +122,7 @@ def start_head(
     try:
         _wait_ready(head, ready_s)
     except BaseException:
-        _end(head)
+        head.stop()
         raise
     return head
 
@@ -128,7 +130,14 @@ def start_head(
 def _command(folder: Path, ports: dict[str, int], num_cpus: int | None) -> list[str]:
     low = _free_range(_NUM_WORKER_PORTS)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
-    command += ["--node-ip-address", "127.0.0.1", "--dashboard-host", "127.0.0.1", "--temp-dir", str(folder)]
+    command += [
+        "--node-ip-address",
+        "127.0.0.1",
+        "--dashboard-host",
+        "127.0.0.1",
+        "--temp-dir",
+        str(folder / "r"),
+    ]
     command += ["--include-dashboard", "true", "--disable-usage-stats"]
     command += ["--min-worker-port", str(low), "--max-worker-port", str(low + _NUM_WORKER_PORTS - 1)]
     for flag, port in ports.items():
