@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from app.config import Config
-from layercheck.session import StepReport
+from layercheck.manifest import StepReport
 
 
 class Meter:

@@ -1,7 +1,6 @@
 """No protection: the same loop with an object that saves nothing."""
 
-from layercheck.manifest import ResumePoint, TrainerState
-from layercheck.session import StepReport
+from layercheck.manifest import ResumePoint, StepReport, TrainerState
 
 
 class NoSession:
