@@ -98,6 +98,17 @@ def start_head(
     Raises:
         HeadError: it ended or did not answer in time; the end of its log is in the message.
     """
+    for tries_left in (2, 1, 0):
+        try:
+            return _start_once(num_cpus, ready_s, env or {})
+        except HeadError as error:
+            # Between the search for free ports and the start somebody else may have taken one.
+            if not (error.facts.get("ended") and tries_left):
+                raise
+    raise AssertionError("unreachable")
+
+
+def _start_once(num_cpus: int | None, ready_s: float, env: dict[str, str]) -> PrivateHead:
     # Short: a socket path below it must stay under 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="lc-", dir="/tmp"))
     # Not the folder itself: Ray opens its temporary folder to everybody (mode 0777), and with it the token.
@@ -107,7 +118,7 @@ def start_head(
     with open(folder / "head.log", "wb") as log:
         process = subprocess.Popen(
             _command(folder, ports, num_cpus),
-            env={**_clean_env(), **(env or {}), **_auth_env(folder), _MARK: str(folder)},
+            env={**_clean_env(), **env, **_auth_env(folder), _MARK: str(folder)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -198,7 +209,8 @@ def _wait_ready(head: PrivateHead, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while True:
         if head.process.poll() is not None:
-            raise HeadError(f"the Ray head ended with code {head.process.returncode}:\n{_tail(head.log)}")
+            code = head.process.returncode
+            raise HeadError(f"the Ray head ended with code {code}:\n{_tail(head.log)}", ended=True)
         if b"Ray runtime started" in head.log.read_bytes() and _answers(f"{head.dashboard}/api/jobs/", token):
             return
         if time.monotonic() > deadline:
