@@ -113,8 +113,8 @@ class LocalStorage:
 
     States of a write, all in the caller's thread: (1) temp name made exclusively in the target folder; (2)
     bytes written, GIL released in each call; (3) file fsynced; (4) renamed; (5) folder fsynced, and its
-    parent, which another rank may have made and not yet fsynced. A crash before (4) leaves a temp name that no
-    reader sees; a crash between (4) and (5) leaves either no name or the whole object.
+    parent, which another rank may have made and not yet fsynced. A crash before (4) leaves a temp name that
+    no reader sees; a crash between (4) and (5) leaves either no name or the whole object.
     """
 
     def __init__(self, root: str) -> None:
