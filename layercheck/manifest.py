@@ -36,6 +36,7 @@ class DriftReport:
         delta: layer -> this step's normalised update (see `tracking/drift.py` for the norms).
         lr: largest learning rate over the groups of this step.
         committed_step: newest step of this attempt known to be committed, -1 for none.
+        committed_part: part number of that newest event.
         lost_steps: events that were declared lost since the last report.
         backlog: bytes that the slowest rank still has to write.
         fenced: a newer attempt has taken over.
@@ -46,6 +47,7 @@ class DriftReport:
     delta: dict[str, float]
     lr: float
     committed_step: int = -1
+    committed_part: int = 0
     lost_steps: tuple[int, ...] = ()
     backlog: float = 0.0
     fenced: bool = False
@@ -73,8 +75,21 @@ class PersistDecision:
     """True when a layer reached s_max against committed versions: block until the storage catches up (I1)."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step cost and how fresh the store is. `stall_s` is the time training waited for a save."""
+
+    step: int
+    stall_s: float = 0.0
+    tracking_s: float = 0.0
+    layers_written: int = 0
+    bytes_written: int = 0
+    max_age: int = 0
+    weighted_age: float = 0.0
+
+
 class EventId(Record):
-    """One event: all versions taken at one step by one attempt. `part` is 0 except in a preemption."""
+    """One event: versions taken at one step by one attempt; `part` counts further events of the same step."""
 
     step: int = Field(ge=0)
     attempt: int = Field(ge=1)
@@ -106,8 +121,8 @@ class ShardRecord(Record):
     """One row of `commit.parquet`: one rank's part of one layer's version.
 
     `begin` and `end` are the byte range of the layer's tensors inside `file` (a path below the `layercheck`
-    folder); `xxh3_128` is the hex digest of exactly these bytes. A rank that owns no element of the layer has
-    an empty range.
+    folder); `xxh3_128` is the hex digest of exactly these bytes (the file's header has a digest of its own).
+    A rank that owns no element of the layer has an empty range.
     """
 
     layer: str
@@ -321,6 +336,10 @@ class AttemptGrant:
     attempt: int
     r_b: int
     plan: RecoveryPlan | None = None
+    detect_s: float | None = None
+    """Seconds from the last heartbeat to the moment the driver saw the failure, if it was told."""
+    reschedule_s: float | None = None
+    """Seconds from there to this grant."""
     notes: tuple[str, ...] = ()
     """What a person should read: commits counted as absent, unreadable records, changed settings."""
     detect_s: float | None = None
@@ -334,6 +353,7 @@ class HeartbeatReply:
     """What rank 0 learns from the coordinator. `lost_steps` are all events of this attempt declared lost."""
 
     committed_step: int = -1
+    committed_part: int = 0
     lost_steps: tuple[int, ...] = ()
     fenced: bool = False
     alerts: tuple[str, ...] = ()

@@ -85,6 +85,11 @@ def open_storage(uri: str, run: str) -> Storage:
     return _open(uri, [run, "layercheck"])
 
 
+def open_run_folder(uri: str, run: str) -> Storage:
+    """The folder of a run itself, where `metrics/` and `drift/` lie beside `layercheck/`."""
+    return _open(uri, [run])
+
+
 def open_store(store: str) -> Storage:
     """The storage of a STORE argument: a run folder or the `layercheck` folder inside it, path or URI."""
     trimmed = store.rstrip("/") or "/"

@@ -1,0 +1,263 @@
+"""A private Ray head: own ports, own temporary folder, own token, own process group.
+
+It joins no other cluster of the machine and no other cluster's commands reach it; it is ended by its process
+group alone, never by `ray stop`, which would end every cluster of the host.
+"""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from layercheck.errors import LayerCheckError
+
+_PORT_FLAGS = (
+    "--port",
+    "--node-manager-port",
+    "--object-manager-port",
+    "--ray-client-server-port",
+    "--dashboard-port",
+    "--dashboard-agent-listen-port",
+    "--dashboard-agent-grpc-port",
+    "--metrics-export-port",
+    "--runtime-env-agent-port",
+)
+_NUM_WORKER_PORTS = 60
+_POLITE_S = 8.0
+_STOP_S = 15.0
+_MARK = "LAYERCHECK_HEAD"
+
+
+class HeadError(LayerCheckError):
+    """The head did not start, or ended by itself."""
+
+
+@dataclass
+class PrivateHead:
+    """A head started by `start_head`; also a context manager that stops it.
+
+    Attributes:
+        address: `127.0.0.1:port`, for `ray.init(address=...)` and RAY_ADDRESS.
+        dashboard: `http://127.0.0.1:port`, for job submission.
+        folder: private folder of this head; holds token, log and Ray's own folder; removed at the end.
+    """
+
+    address: str
+    dashboard: str
+    folder: Path
+    process: subprocess.Popen[bytes] = field(repr=False)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Variables that a client of this head needs."""
+        return {"RAY_ADDRESS": self.address, **_auth_env(self.folder)}
+
+    @property
+    def log(self) -> Path:
+        """What `ray start` printed."""
+        return self.folder / "head.log"
+
+    def stop(self) -> None:
+        """Ends the head and every process of its group, then removes its folder."""
+        if not _end(self):
+            raise HeadError(f"processes of the head {self.process.pid} do not end: {_members(self)}")
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def start_head(
+    num_cpus: int | None = None, ready_s: float = 90, env: dict[str, str] | None = None
+) -> PrivateHead:
+    """Starts a head and waits until its dashboard and its job server answer.
+
+    Args:
+        num_cpus: CPUs that the head offers; may be more than the machine has.
+        ready_s: limit in seconds.
+        env: further variables for the head and all its workers.
+
+    Raises:
+        HeadError: it ended or did not answer in time; the end of its log is in the message.
+    """
+    for tries_left in (2, 1, 0):
+        try:
+            return _start_once(num_cpus, ready_s, env or {})
+        except HeadError as error:
+            # Between the search for free ports and the start somebody else may have taken one.
+            if not (error.facts.get("ended") and tries_left):
+                raise
+    raise AssertionError("unreachable")
+
+
+def _start_once(num_cpus: int | None, ready_s: float, env: dict[str, str]) -> PrivateHead:
+    # Short: a socket path below it must stay under 108 characters.
+    folder = Path(tempfile.mkdtemp(prefix="lc-", dir="/tmp"))
+    # Not the folder itself: Ray opens its temporary folder to everybody (mode 0777), and with it the token.
+    (folder / "r").mkdir()
+    _write_token(folder)
+    ports = dict(zip(_PORT_FLAGS, _free_ports(len(_PORT_FLAGS)), strict=True))
+    with open(folder / "head.log", "wb") as log:
+        process = subprocess.Popen(
+            _command(folder, ports, num_cpus),
+            env={**_clean_env(), **env, **_auth_env(folder), _MARK: str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    head = PrivateHead(
+        address=f"127.0.0.1:{ports['--port']}",
+        dashboard=f"http://127.0.0.1:{ports['--dashboard-port']}",
+        folder=folder,
+        process=process,
+    )
+    try:
+        _wait_ready(head, ready_s)
+    except BaseException:
+        head.stop()
+        raise
+    return head
+
+
+def _command(folder: Path, ports: dict[str, int], num_cpus: int | None) -> list[str]:
+    low = _free_range(_NUM_WORKER_PORTS)
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    command += [
+        "--node-ip-address",
+        "127.0.0.1",
+        "--dashboard-host",
+        "127.0.0.1",
+        "--temp-dir",
+        str(folder / "r"),
+    ]
+    command += ["--include-dashboard", "true", "--disable-usage-stats"]
+    command += ["--min-worker-port", str(low), "--max-worker-port", str(low + _NUM_WORKER_PORTS - 1)]
+    for flag, port in ports.items():
+        command += [flag, str(port)]
+    return command + (["--num-cpus", str(num_cpus)] if num_cpus is not None else [])
+
+
+def _clean_env() -> dict[str, str]:
+    """This process's variables without those that would make the head join or trust another cluster."""
+    return {
+        key: value for key, value in os.environ.items() if not key.startswith(("RAY_ADDRESS", "RAY_AUTH_"))
+    }
+
+
+def _auth_env(folder: Path) -> dict[str, str]:
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
+
+
+def _write_token(folder: Path) -> None:
+    # mkdtemp made the folder with mode 0700; the file is 0600 from its first instant.
+    fd = os.open(folder / "token", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    os.write(fd, secrets.token_hex(32).encode())
+    os.close(fd)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that are free now; all are held until the last is known, so that they differ."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for sock in sockets:
+            sock.bind(("", 0))
+        return [int(sock.getsockname()[1]) for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def _free_range(count: int) -> int:
+    """First port of `count` neighbouring free ports below the range that the kernel hands out by itself."""
+    start = 20000 + secrets.randbelow(100) * 100
+    for low in chain(range(start, 30000, 100), range(20000, start, 100)):
+        if all(_is_free(port) for port in range(low, low + count)):
+            return low
+    raise HeadError(f"no {count} neighbouring free ports between 20000 and 30000")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as sock:
+        try:
+            sock.bind(("", port))  # any address: Ray listens on the machine's own, not on 127.0.0.1
+        except OSError:
+            return False
+        return True
+
+
+def _wait_ready(head: PrivateHead, limit_s: float) -> None:
+    token = (head.folder / "token").read_text()
+    deadline = time.monotonic() + limit_s
+    while True:
+        if head.process.poll() is not None:
+            code = head.process.returncode
+            raise HeadError(f"the Ray head ended with code {code}:\n{_tail(head.log)}", ended=True)
+        if b"Ray runtime started" in head.log.read_bytes() and _answers(f"{head.dashboard}/api/jobs/", token):
+            return
+        if time.monotonic() > deadline:
+            raise HeadError(f"the Ray head was not ready within {limit_s:g} s:\n{_tail(head.log)}")
+        time.sleep(0.2)
+
+
+def _answers(url: str, token: str) -> bool:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=2) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False
+
+
+def _tail(path: Path, num_chars: int = 2000) -> str:
+    return path.read_text(errors="replace")[-num_chars:]
+
+
+def _end(head: "PrivateHead") -> bool:
+    """SIGTERM to the head, then SIGKILL to all that it started; True once nobody of it is left."""
+    head.process.terminate()  # the leader alone: it ends its children in an order that lets the raylet go
+    for patience_s in (_POLITE_S, _STOP_S):
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            head.process.poll()
+            members = _members(head)
+            if not members:
+                return True
+            time.sleep(0.1)
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return False
+
+
+def _members(head: "PrivateHead") -> list[int]:
+    """Living processes of the head: its process group, and job drivers, which make own groups."""
+    mark = f"{_MARK}={head.folder}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, group, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            ours = int(group) == head.process.pid or mark in (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # gone meanwhile, or another user's
+        if ours and state not in "ZX":
+            found.append(int(folder.name))
+    return found

@@ -1,0 +1,97 @@
+"""The demonstration of `quickstart.sh`: a run without failure, one with a worker killed, the proof."""
+
+# ruff: noqa: T201
+import argparse
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from cluster.head import PrivateHead, start_head
+from cluster.locks import prepare_extensions
+from cluster.summary import failed_checks, read_receipts, read_summary, show_comparison, show_receipt
+from layercheck.errors import LayerCheckError
+
+KILL_STEP = 60
+RUNS = Path("runs")
+_JOB_LIMIT_S = 600.0
+
+
+def main() -> int:
+    """Returns 0 if the recovery was as it should be."""
+    parser = argparse.ArgumentParser(prog="bash cluster/quickstart.sh", description=__doc__)
+    parser.add_argument("--kill-step", type=int, default=KILL_STEP, help="step at which rank 1 is killed")
+    options = parser.parse_args()
+    for sig in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sig, _leave)
+    begin_s = time.monotonic()
+    try:
+        _prepare()
+        _run_both(options.kill_step)
+        code = _show(options.kill_step)
+    except LayerCheckError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{time.monotonic() - begin_s:.0f} s in all")
+    return code
+
+
+def _prepare() -> None:
+    for name in ("quickstart", "quickstart-nofailure"):
+        if (RUNS / name).exists():
+            print(f"removing the files of the last demonstration: {RUNS / name}")
+            shutil.rmtree(RUNS / name)
+    print("compiling DeepSpeed's small op (half a minute, once per machine)", flush=True)
+    prepare_extensions(RUNS.absolute() / "quickstart")
+
+
+def _run_both(kill_step: int) -> None:
+    # The head offers more CPUs than a small machine has: two workers and their helpers must fit.
+    with start_head(num_cpus=max(4, os.cpu_count() or 1)) as head:
+        print(
+            f"private Ray head at {head.address}, dashboard at {head.dashboard} (process {head.process.pid})"
+        )
+        _train(head, "quickstart-nofailure", [])
+        kill = f"faults.kill=[{{rank: 1, step: {kill_step}, times: 1}}]"
+        print(f"\nthe same run again; rank 1 will be killed (SIGKILL) at step {kill_step}", flush=True)
+        _train(head, "quickstart", ["--set", kill])
+
+
+def _train(head: PrivateHead, run: str, more: list[str]) -> None:
+    os.environ.update(head.env)
+    # Ray reads its token settings once, when it is imported: not before the head's are set.
+    from cluster.submit import submit
+
+    args = ["--config", "quickstart", "--run-name", run, "--storage", str(RUNS.absolute()), *more]
+    code = submit(head.dashboard, "train", args).follow(limit_s=_JOB_LIMIT_S)
+    if code:
+        raise LayerCheckError(f"run {run} ended with exit code {code}", run=run)
+
+
+def _show(kill_step: int) -> int:
+    killed, without = read_summary(RUNS / "quickstart"), read_summary(RUNS / "quickstart-nofailure")
+    receipts = read_receipts(RUNS / "quickstart")
+    print()
+    for receipt in receipts:
+        print(show_receipt(receipt))
+    if receipts:
+        print("\nthe two runs")
+        print(show_comparison(killed, without, full_bytes=receipts[0].nbytes))
+    wrong = failed_checks(killed, kill_step)
+    for text in wrong:
+        print(f"NOT as it should be: {text}", file=sys.stderr)
+    if not wrong:
+        print(f"all checks passed; see {RUNS / 'quickstart' / 'summary.json'}")
+    return 1 if wrong else 0
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    """Lets the `with` blocks end the head on a signal that would otherwise just end this process."""
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

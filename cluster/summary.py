@@ -1,0 +1,103 @@
+"""What a run shows at its end: receipts, the comparison with a run without failure, the checks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from layercheck.errors import LayerCheckError
+from layercheck.manifest import Receipt
+
+_PHASES = ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s")
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    """`summary.json` of a run.
+
+    Raises:
+        LayerCheckError: the run wrote none.
+    """
+    path = run / "summary.json"
+    if not path.is_file():
+        raise LayerCheckError(f"{path} is missing: the run did not come to its end", path=str(path))
+    summary: dict[str, Any] = json.loads(path.read_text())
+    return summary
+
+
+def read_receipts(run: Path) -> list[Receipt]:
+    """The receipts of all recoveries of a run, oldest first."""
+    files = sorted((run / "layercheck" / "attempts").glob("a*.receipt.json"))
+    return [Receipt.model_validate_json(file.read_bytes()) for file in files]
+
+
+def show_receipt(receipt: Receipt) -> str:
+    """One recovery in words: where it went on, every layer's version, bytes and seconds."""
+    phases = {name: getattr(receipt, name) for name in _PHASES}
+    lines = [
+        f"recovery by attempt {receipt.attempt} ({receipt.mode}, {receipt.world_size} workers)",
+        f"  last complete step {receipt.t_fail} (known from: {receipt.t_fail_source}), "
+        f"went on at step {receipt.resume_step}",
+        f"  {'layer':<16}{'version':>8}{'age':>6}{'lost':>6}  reason",
+        *(
+            f"  {layer['name']:<16}{layer['step']:>8}{layer['age']:>6}{layer['lost']:>6}  {layer['reason']}"
+            + ("  (older than announced: the newest was damaged)" if layer["fallback"] else "")
+            for layer in receipt.layers
+        ),
+        f"  lost steps {receipt.lost_steps:.2f} (size-weighted), age {receipt.weighted_age:.2f} "
+        f"(size-weighted), {receipt.max_age} (oldest)",
+        f"  read {_megabytes(receipt.nbytes)}, {len(receipt.bad)} bad shards",
+        "  " + ", ".join(f"{name[:-2]} {s:.2f} s" for name, s in phases.items() if s is not None),
+    ]
+    if receipt.loss_20_steps_later is not None:
+        lines.append(f"  loss 20 steps later {receipt.loss_20_steps_later:.4f}")
+    return "\n".join(lines)
+
+
+def show_comparison(killed: dict[str, Any], without: dict[str, Any], full_bytes: int) -> str:
+    """A run with a failure beside the same run without one; bytes beside full checkpoints at every step."""
+    every_step = full_bytes * killed["steps"]
+    lines = [f"  {'':<28}{'with the failure':>18}{'without':>12}"]
+    for key, title, form in (
+        ("final_loss", "final loss", ".4f"),
+        ("steps", "steps", "d"),
+        ("attempts", "attempts", "d"),
+        ("wall_s", "seconds", ".1f"),
+        ("stall_s", "seconds waited for saves", ".2f"),
+        ("ettr", "effective training time", ".3f"),
+    ):
+        lines.append(f"  {title:<28}{killed[key]:>18{form}}{without[key]:>12{form}}")
+    written = killed["bytes_written"]
+    lines.append(
+        f"  written {_megabytes(written)}; full checkpoints of {_megabytes(full_bytes)} at every step are "
+        f"{_megabytes(every_step)}, {every_step / max(written, 1):.1f} times as much"
+    )
+    reasons = ", ".join(f"{name} {count}" for name, count in killed["layer_writes_by_reason"].items())
+    lines.append(f"  layer writes by reason: {reasons}")
+    return "\n".join(lines)
+
+
+def failed_checks(summary: dict[str, Any], kill_step: int) -> list[str]:
+    """What is wrong with the summary of a run whose rank 1 was killed at `kill_step`; empty for nothing."""
+    wrong = []
+    if summary["status"] != "completed":
+        wrong.append(f"status is {summary['status']!r}, not completed")
+    if {"rank": 1, "step": kill_step} not in summary["injected"]:
+        wrong.append(f"injected is {summary['injected']}, without the kill of rank 1 at step {kill_step}")
+    if not summary["resumed"]:
+        return [*wrong, "no recovery took place"]
+    resumed = summary["resumed"][0]
+    if resumed["t_fail"] not in (kill_step, kill_step - 1):
+        wrong.append(f"t_fail is {resumed['t_fail']}, not {kill_step} or {kill_step - 1}")
+    if resumed["resume_step"] != resumed["t_fail"] + 1:
+        wrong.append(
+            f"training went on at {resumed['resume_step']}, not at t_fail + 1 = {resumed['t_fail'] + 1}"
+        )
+    ages = sorted(set(resumed["ages"].values()))
+    if len(ages) < 3:
+        wrong.append(f"the ages are {ages}: fewer than three different ones, this shows nothing")
+    if not summary["layer_writes_by_reason"].get("drift"):
+        wrong.append(f"no layer was written because of its drift: {summary['layer_writes_by_reason']}")
+    return wrong
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"

@@ -1,0 +1,52 @@
+"""What a session holds while it is open."""
+
+import time
+from dataclasses import dataclass, field
+
+from layercheck.coordination.link import HeartbeatLink
+from layercheck.manifest import Receipt, TrainerState
+from layercheck.persistence.snapshot import SnapshotTaker
+from layercheck.persistence.writer import ShardWriter
+from layercheck.tracking.drift import LOST_SLOTS, RankNotices
+from layercheck.tracking.ledger import Ledger
+from layercheck.tracking.run_log import RunLog
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One life of a session: from `resume` to `close`.
+
+    Attributes:
+        number: the attempt's number.
+        step: newest step that `after_step` saw; `skipped` the engine's count then.
+        part: number of `save_now` events taken.
+        since: when training began, monotonic seconds.
+        told_lost: lost events that went through the all-reduce already.
+    """
+
+    number: int
+    ledger: Ledger
+    taker: SnapshotTaker
+    writer: ShardWriter
+    link: HeartbeatLink | None
+    run_log: RunLog | None
+    receipt: Receipt | None
+    step: int = 0
+    skipped: int = 0
+    part: int = 0
+    state: TrainerState = field(default_factory=dict)
+    since: float = field(default_factory=time.monotonic)
+    told_lost: set[int] = field(default_factory=set)
+
+    def notices(self) -> RankNotices:
+        """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last."""
+        backlog = self.writer.backlog_bytes
+        if self.link is None:
+            return RankNotices(backlog)
+        reply = self.link.reply
+        untold = sorted(set(reply.lost_steps) - self.told_lost)
+        told, later = untold[:LOST_SLOTS], untold[LOST_SLOTS:]
+        self.told_lost.update(told)
+        # A commit newer than a loss that has no slot yet would pass the lost event off as committed.
+        committed = min(reply.committed_step, later[0] - 1) if later else reply.committed_step
+        return RankNotices(backlog, False, committed, reply.committed_part, tuple(told), reply.fenced)

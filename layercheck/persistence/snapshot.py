@@ -1,0 +1,229 @@
+"""Copies the chosen layers into reused host buffers; the visible stall of a save ends here.
+
+States of one event on one rank:
+1. `take` lays the shard file out and hands the snapshot to the writer, still empty (training thread).
+2. `take` fills block after block; the writer may already write the first ones (training | writer thread).
+3. `take` returns: the bytes are those of this step, the optimizer may step again (training thread).
+4. the writer releases the blocks when the file is durable or given up (writer thread).
+
+An event that is larger than the whole pool streams through it: blocks go back as they are written, training
+waits for them, and the write cannot be tried again.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from layercheck.errors import StorageError
+from layercheck.manifest import EventId, LayerWrite, PersistDecision, TrainerState
+from layercheck.persistence.shard_file import (
+    ShardAbout,
+    ShardLayout,
+    ShardTensor,
+    SliceMeta,
+    StateScalar,
+    layout,
+)
+from layercheck.zero3 import ParamSlice, Zero3Engine
+
+BLOCK_BYTES = 4 << 20
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """One reused host buffer, seen by torch and by the writer."""
+
+    tensor: Tensor
+    view: memoryview
+
+
+class StagingPool:
+    """A fixed number of host buffers. `take` waits for one; `give` returns one. Thread-safe.
+
+    Args:
+        capacity_bytes: rounded up to whole blocks.
+        pin: page-lock the memory, for copies from an accelerator.
+    """
+
+    def __init__(self, capacity_bytes: int, pin: bool = False, block_bytes: int = BLOCK_BYTES) -> None:
+        count = max(2, -(-capacity_bytes // block_bytes))
+        memory = torch.empty(count, block_bytes, dtype=torch.uint8, pin_memory=pin)
+        self.block_bytes = block_bytes
+        self.capacity_bytes = count * block_bytes
+        self._free = [Block(row, memoryview(row.numpy())) for row in memory]
+        self._changed = threading.Condition()
+
+    def take(self, timeout_s: float) -> Block:
+        """Returns a free block.
+
+        Raises:
+            StorageError: none became free within `timeout_s`: the storage does not keep up.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._free, timeout_s):
+                raise StorageError(
+                    f"no staging memory became free in storage_wait_s={timeout_s:g}: the storage is too slow"
+                )
+            return self._free.pop()
+
+    def give(self, blocks: list[Block]) -> None:
+        """Returns blocks to the pool."""
+        with self._changed:
+            self._free.extend(blocks)
+            self._changed.notify_all()
+
+
+class BlockStream:
+    """The bytes of one snapshot, filled by one thread and read by another, in order."""
+
+    def __init__(self, pool: StagingPool, streaming: bool) -> None:
+        self.streaming = streaming
+        self.copy_s = 0.0
+        self._started = time.monotonic()
+        self._pool = pool
+        self._filled: list[tuple[Block, int]] = []
+        self._state: str = "filling"
+        self._changed = threading.Condition()
+
+    def append(self, block: Block, nbytes: int) -> None:
+        """Adds one filled block; after `release` it goes straight back."""
+        with self._changed:
+            if self._state == "released":
+                self._pool.give([block])
+                return
+            self._filled.append((block, nbytes))
+            self._changed.notify_all()
+
+    def finish(self, complete: bool) -> None:
+        """Says that no block follows. An incomplete stream makes its reader fail."""
+        with self._changed:
+            self.copy_s = time.monotonic() - self._started
+            if self._state == "filling":
+                self._state = "complete" if complete else "broken"
+            self._changed.notify_all()
+
+    def chunks(self, timeout_s: float) -> Iterator[memoryview]:
+        """The bytes, block by block. May be read again from the start unless `streaming`."""
+        position = 0
+        while True:
+            with self._changed:
+                moved = self._changed.wait_for(partial(self._has, position), timeout_s)
+                if not moved or self._state == "broken":
+                    raise StorageError("the snapshot was given up before all its bytes were copied")
+                if len(self._filled) <= position:
+                    return
+                block, nbytes = self._filled[position]
+            yield block.view[:nbytes]
+            if self.streaming:
+                with self._changed:
+                    self._filled.pop(position)
+                self._pool.give([block])
+            else:
+                position += 1
+
+    def _has(self, position: int) -> bool:
+        return len(self._filled) > position or self._state != "filling"
+
+    def release(self) -> None:
+        """Gives all blocks back; later ones go back as they come."""
+        with self._changed:
+            self._state = "released"
+            blocks = [block for block, _ in self._filled]
+            self._filled.clear()
+            self._changed.notify_all()
+        self._pool.give(blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One event of one rank on its way to the storage."""
+
+    event: EventId
+    writes: tuple[LayerWrite, ...]
+    trainer_state: TrainerState
+    layout: ShardLayout
+    stream: BlockStream
+
+
+class SnapshotTaker:
+    """Takes snapshots of an engine into one staging pool."""
+
+    def __init__(self, zero3: Zero3Engine, pool: StagingPool, wait_s: float) -> None:
+        self._zero3 = zero3
+        self._pool = pool
+        self._wait_s = wait_s
+
+    def take(
+        self,
+        event: EventId,
+        decision: PersistDecision,
+        trainer_state: TrainerState,
+        submit: Callable[[Snapshot], None],
+    ) -> Snapshot:
+        """Copies the chosen layers; at return the live state may change.
+
+        Raises:
+            StorageError: no staging memory became free in time; the event is then lost, training may go on.
+        """
+        parts = [part for write in decision.writes for part in self._zero3.slices[write.layer]]
+        shard, sources = self._layout(event, parts)
+        stream = BlockStream(self._pool, streaming=shard.total > self._pool.capacity_bytes)
+        snapshot = Snapshot(event, decision.writes, trainer_state, shard, stream)
+        submit(snapshot)
+        complete = False
+        try:
+            self._fill(stream, sources)
+            complete = True
+        finally:
+            stream.finish(complete)
+        return snapshot
+
+    def _layout(self, event: EventId, parts: list[ParamSlice]) -> tuple[ShardLayout, list[Tensor]]:
+        tensors: list[ShardTensor] = []
+        slices: list[SliceMeta] = []
+        sources: list[Tensor] = []
+        for part in parts:
+            name = part.spec.name
+            slices.append(
+                SliceMeta(
+                    parameter=name,
+                    layer=part.layer,
+                    step=event.step,
+                    shape=part.spec.shape,
+                    offset=part.offset,
+                    numel=part.numel,
+                    state={k: StateScalar(**v) for k, v in self._zero3.scalars(part).items()},
+                )
+            )
+            for state, tensor in self._zero3.tensors(part).items():
+                dtype = _DTYPES[tensor.dtype]
+                tensors.append(ShardTensor(name, state, part.layer, dtype, part.numel))
+                sources.append(tensor)
+        about = ShardAbout(
+            step=event.step,
+            attempt=event.attempt,
+            part=event.part,
+            rank=self._zero3.rank,
+            world_size=self._zero3.world_size,
+        )
+        return layout(tensors, slices, about), sources
+
+    def _fill(self, stream: BlockStream, sources: list[Tensor]) -> None:
+        block, used = self._pool.take(self._wait_s), 0
+        size = self._pool.block_bytes
+        for source in sources:
+            raw, done = source.view(torch.uint8), 0
+            while done < raw.numel():
+                if used == size:
+                    stream.append(block, used)
+                    block, used = self._pool.take(self._wait_s), 0
+                count = min(size - used, raw.numel() - done)
+                block.tensor[used : used + count].copy_(raw[done : done + count])
+                used, done = used + count, done + count
+        stream.append(block, used)

@@ -1,0 +1,189 @@
+"""Writes snapshots in the background, one after the other, and tells the coordinator. No collectives here.
+
+A failed write is tried again with growing pauses; an event that still fails is reported as lost, its drift
+comes back by the coordinator's notice, an alert is raised, and training goes on (I9).
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import xxhash
+
+from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.errors import CoordinatorLostError, FencedError, StorageError
+from layercheck.manifest import ShardRecord
+from layercheck.persistence.snapshot import Snapshot
+from layercheck.persistence.storage import Storage
+
+log = logging.getLogger(__name__)
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 10.0
+
+
+class HashedBytes:
+    """The bytes of a shard file, hashed as they pass: one digest per layer."""
+
+    def __init__(self, snapshot: Snapshot, timeout_s: float) -> None:
+        self._snapshot = snapshot
+        self._timeout_s = timeout_s
+        self.digests: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        shard = self._snapshot.layout
+        hashers = {layer: xxhash.xxh3_128() for layer in shard.layers}
+        pending = list(shard.layers.items())
+        yield shard.header
+        position = len(shard.header)
+        for chunk in self._snapshot.stream.chunks(self._timeout_s):
+            end = position + len(chunk)
+            for layer, (begin, stop) in pending:
+                if begin < end and stop > position:
+                    hashers[layer].update(chunk[max(begin - position, 0) : stop - position])
+            pending = [item for item in pending if item[1][1] > end]
+            yield chunk
+            position = end
+        if position != shard.total:
+            raise StorageError(f"a snapshot has {position} bytes, its header says {shard.total}")
+        self.digests = {layer: hasher.hexdigest() for layer, hasher in hashers.items()}
+
+
+class ShardWriter:
+    """One background thread per rank. `submit` never waits; `backlog_bytes` is what is not yet durable."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        coordinator: CoordinatorClient,
+        rank: int,
+        world_size: int,
+        *,
+        retries: int,
+        timeout_s: float,
+    ) -> None:
+        self._storage = storage
+        self._coordinator = coordinator
+        self._rank = rank
+        self._world_size = world_size
+        self._retries = retries
+        self._timeout_s = timeout_s
+        self._jobs: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._lock = threading.Condition()
+        self._backlog_bytes = 0
+        self._failure: BaseException | None = None
+        self.failed_saves = 0
+        self.bytes_written = 0
+        self._thread = threading.Thread(target=self._run, name="layercheck-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that were submitted and are neither durable nor given up."""
+        return self._backlog_bytes
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Queues one snapshot. A bug of the writer thread itself is raised here, at the next call."""
+        if self._failure is not None:
+            raise StorageError("the writer thread has died") from self._failure
+        with self._lock:
+            self._backlog_bytes += snapshot.layout.total
+        self._jobs.put(snapshot)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until everything submitted is durable or given up; False if the limit came first."""
+        with self._lock:
+            return self._lock.wait_for(
+                lambda: self._backlog_bytes == 0 or self._failure is not None, timeout_s
+            )
+
+    def close(self, timeout_s: float) -> bool:
+        """Drains, then ends the thread; False if the limit came first."""
+        drained = self.drain(timeout_s)
+        self._jobs.put(None)
+        self._thread.join(timeout_s if drained else 0.0)
+        return drained
+
+    # ------------------------------------------------------------------ writer thread
+
+    def _run(self) -> None:
+        while (snapshot := self._jobs.get()) is not None:
+            try:
+                self._save(snapshot)
+            except BaseException as error:
+                self._failure = error
+                log.exception("the writer thread died; no layer will be saved any more")
+                raise
+            finally:
+                snapshot.stream.release()
+                with self._lock:
+                    self._backlog_bytes -= snapshot.layout.total
+                    self._lock.notify_all()
+
+    def _save(self, snapshot: Snapshot) -> None:
+        error = self._write_with_retries(snapshot)
+        try:
+            if error is None:
+                return
+            self.failed_saves += 1
+            log.error(
+                "event %s of rank %d could not be written and is lost (training goes on): %s",
+                snapshot.event.folder,
+                self._rank,
+                error,
+            )
+            self._coordinator.lost(snapshot.event, self._rank, str(error))
+        except FencedError:
+            log.warning("event %s belongs to an attempt that was fenced off", snapshot.event.folder)
+        except CoordinatorLostError as lost:
+            # The coordinator declares the event lost by itself after event_timeout_s.
+            log.error("event %s could not be reported: %s", snapshot.event.folder, lost)
+
+    def _write_with_retries(self, snapshot: Snapshot) -> Exception | None:
+        tries = 1 if snapshot.stream.streaming else self._retries + 1
+        pause_s = _FIRST_PAUSE_S
+        for attempt in range(tries):
+            try:
+                self._write(snapshot)
+                return None
+            except FencedError:
+                log.warning("event %s belongs to an attempt that was fenced off", snapshot.event.folder)
+                return None
+            except (StorageError, CoordinatorLostError) as error:
+                if attempt + 1 == tries:
+                    return error
+                log.warning("event %s: try %d failed: %s", snapshot.event.folder, attempt + 1, error)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise AssertionError("unreachable")
+
+    def _write(self, snapshot: Snapshot) -> None:
+        started = time.monotonic()
+        content = HashedBytes(snapshot, self._timeout_s)
+        file = snapshot.event.shard_file(self._rank)
+        self._storage.write(file, content)
+        finished = time.monotonic()
+        records = tuple(
+            ShardRecord(
+                layer=write.layer,
+                step=snapshot.event.step,
+                attempt=snapshot.event.attempt,
+                part=snapshot.event.part,
+                rank=self._rank,
+                world_size=self._world_size,
+                file=file,
+                begin=snapshot.layout.layers[write.layer][0],
+                end=snapshot.layout.layers[write.layer][1],
+                xxh3_128=content.digests[write.layer],
+                drift=write.drift,
+                threshold=write.threshold,
+                age=write.age,
+                reason=write.reason,
+                snapshot_s=snapshot.stream.copy_s,
+                write_s=finished - started,
+            )
+            for write in snapshot.writes
+        )
+        self.bytes_written += snapshot.layout.total
+        self._coordinator.record(snapshot.event, self._rank, records, snapshot.trainer_state)

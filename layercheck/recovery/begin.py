@@ -1,0 +1,98 @@
+"""Opens a run on all ranks: the storage is seen by everyone, the run is ours, the plan is made."""
+
+import logging
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from layercheck.config import LayerCheckConfig
+from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.errors import StorageError
+from layercheck.manifest import AttemptGrant, RunRecord
+from layercheck.persistence.storage import Storage
+from layercheck.recovery.collectives import count_over_ranks, on_rank_zero
+from layercheck.zero3 import Zero3Engine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """Who runs.
+
+    Attributes:
+        run: name of the run.
+        name: tells a restart of one submission from another submission.
+        takeover: fence off another submission even if it is alive.
+        info: `config` and `tokenizer_files` for run.json.
+    """
+
+    run: str
+    name: str
+    takeover: bool
+    info: dict[str, Any]
+
+
+def begin(
+    zero3: Zero3Engine,
+    storage: Storage,
+    coordinator: CoordinatorClient,
+    config: LayerCheckConfig,
+    submission: Submission,
+) -> AttemptGrant:
+    """Claims the next attempt. A collective; the same grant, or the same error, on every rank.
+
+    Raises:
+        StorageError: rank 0 cannot write, or another rank or the coordinator does not see what it wrote.
+        StoreMismatchError, RunIsLiveError, NoPlanError, RestartLoopError: see `CoordinatorClient`.
+    """
+    probe = on_rank_zero(lambda: _write_probe(storage))
+    try:
+        _check_all_ranks_see(probe, zero3, storage)
+        return on_rank_zero(lambda: _claim(zero3, coordinator, config, submission, probe))
+    finally:
+        if zero3.rank == 0:
+            storage.delete(probe)
+
+
+def _write_probe(storage: Storage) -> str:
+    probe = f"probe-{uuid.uuid4().hex}"
+    storage.write(probe, [b"seen"])
+    return probe
+
+
+def _check_all_ranks_see(probe: str, zero3: Zero3Engine, storage: Storage) -> None:
+    blind = storage.size(probe) is None
+    if count_over_ranks(int(blind), zero3.collective_device):
+        who = f"rank {zero3.rank} does not" if blind else "another rank does not"
+        raise StorageError(
+            f"storage {storage.root}: {who} see what rank 0 wrote there; give a `storage` all nodes share",
+            path=storage.root,
+        )
+
+
+def _claim(
+    zero3: Zero3Engine,
+    coordinator: CoordinatorClient,
+    config: LayerCheckConfig,
+    submission: Submission,
+    probe: str,
+) -> AttemptGrant:
+    record = RunRecord(
+        run_id=uuid.uuid4().hex,
+        name=submission.run,
+        layer_map=zero3.layer_map,
+        optimizer=type(zero3.optimizer).__name__,
+        model_config_json=zero3.model_config(),
+        tokenizer_files=submission.info.get("tokenizer_files", {}),
+        config={**submission.info.get("config", {}), "checkpoint": config.model_dump(mode="json")},
+    )
+    for line in coordinator.open_run(record, probe):
+        log.warning("setting changed since this run began: %s", line)
+    token = uuid.uuid4().hex
+    grant = coordinator.begin_attempt(
+        token, submission.name, zero3.world_size, config.recovery, submission.takeover
+    )
+    for note in grant.notes:
+        log.warning("%s", note)
+    return grant

@@ -1,0 +1,378 @@
+"""The one object that an application holds: resume, after_step, save_now, close.
+
+Saving goes tracking -> persistence -> coordination, recovering goes coordination -> recovery; only this file
+knows both. All methods are collectives: every rank calls them at the same step.
+"""
+
+import logging
+import math
+import os
+import time
+import uuid
+from dataclasses import replace
+from typing import Any
+
+import psutil
+
+from layercheck.attempt import Attempt
+from layercheck.config import LayerCheckConfig, parse_config
+from layercheck.coordination.in_process import in_process_client
+from layercheck.coordination.link import HeartbeatLink
+from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.errors import AgeBoundError, FencedError, LayerCheckError, NonFiniteStateError, StorageError
+from layercheck.manifest import (
+    AttemptGrant,
+    DriftReport,
+    EventId,
+    LayerWrite,
+    PersistDecision,
+    Receipt,
+    ResumePoint,
+    StepReport,
+    TrainerState,
+)
+from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
+from layercheck.persistence.storage import Storage, open_run_folder, open_storage
+from layercheck.persistence.writer import ShardWriter
+from layercheck.recovery.begin import Submission, begin
+from layercheck.recovery.restore import restore
+from layercheck.tracking.drift import DriftMeter
+from layercheck.tracking.ledger import Ledger
+from layercheck.tracking.policy import decide
+from layercheck.tracking.run_log import RunLog
+from layercheck.zero3 import Zero3Engine
+
+log = logging.getLogger(__name__)
+POLL_S = 1.0
+CLOSE_S = 60.0
+LATER_STEPS = 20
+
+
+def attach(
+    engine: Any,
+    storage: str,
+    run: str,
+    config: LayerCheckConfig | dict[str, Any] | None = None,
+    coordinator: CoordinatorClient | None = None,
+    *,
+    submission: str | None = None,
+    takeover: bool = False,
+    run_info: dict[str, Any] | None = None,
+) -> "Session":
+    """Binds a session to a DeepSpeed ZeRO-3 engine whose optimizer was given `layer_groups`.
+
+    Args:
+        engine: what `deepspeed.initialize` returned.
+        storage: folder or URI that every rank sees; the run lives in `<storage>/<run>/layercheck/`.
+        run: name of the run; the same name continues it.
+        config: settings, or their dict; None for the defaults.
+        coordinator: where the manifest is kept; None runs it inside rank 0.
+        submission: the same for all restarts of one submission; another one has to take over.
+        takeover: fence off another submission of this run even if it is alive.
+        run_info: `config` and `tokenizer_files` to be kept in run.json.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range.
+        EngineRefusedError: the engine is of an unsupported kind, or its groups mix layers.
+        StorageError: `storage` is no path or URI that can be opened.
+    """
+    settings = parse_config(config)
+    zero3 = Zero3Engine(engine)
+    store = open_storage(storage, run)
+    client = coordinator or in_process_client(store, settings, zero3.rank, zero3.world_size)
+    who = Submission(run, submission or uuid.uuid4().hex, takeover, run_info or {})
+    return Session(zero3, store, open_run_folder(storage, run), settings, client, who)
+
+
+class Session:
+    """See `attach`. Call `resume` first, `after_step` after every `engine.step()`, `close` at the end."""
+
+    def __init__(
+        self,
+        zero3: Zero3Engine,
+        storage: Storage,
+        run_folder: Storage,
+        config: LayerCheckConfig,
+        coordinator: CoordinatorClient,
+        submission: Submission,
+    ) -> None:
+        self._zero3 = zero3
+        self._storage = storage
+        self._run_folder = run_folder
+        self._config = config
+        self._coordinator = coordinator
+        self._submission = submission
+        self._meter = DriftMeter(zero3, config.drift)
+        self._open: Attempt | None = None
+
+    # ------------------------------------------------------------------ resume
+
+    def resume(self) -> ResumePoint:
+        """Starts the run, or recovers the newest version of every layer. Call once, before training.
+
+        Returns:
+            The first step to run and the trainer state that belongs to the step before it.
+
+        Raises:
+            StoreMismatchError, NoPlanError, RunIsLiveError, RestartLoopError, StorageError: nothing was
+            changed.
+        """
+        started = time.monotonic()
+        grant = begin(self._zero3, self._storage, self._coordinator, self._config, self._submission)
+        receipt: Receipt | None = None
+        if grant.plan is not None:
+            grant, receipt = restore(
+                self._zero3, self._storage, self._coordinator, grant, time.monotonic() - started
+            )
+        self._open = opened = self._start(grant, receipt)
+        plan = grant.plan
+        if plan is None:
+            self._step_zero()
+            return ResumePoint(step=1)
+        self._zero3.set_global_state(plan.resume_step - 1, plan.trainer_state)
+        opened.step, opened.skipped = self._zero3.step, self._zero3.skipped
+        self._announce(opened, plan.trainer_state)
+        if opened.link is not None and receipt is not None:
+            self._coordinator.note_receipt(grant.attempt, receipt.model_dump(mode="json"))
+        return ResumePoint(plan.resume_step, plan.trainer_state, receipt)
+
+    def _start(self, grant: AttemptGrant, receipt: Receipt | None) -> Attempt:
+        zero3, config = self._zero3, self._config
+        pool = StagingPool(config.staging_bytes or _staging_bytes(zero3), pin=zero3.on_accelerator)
+        return Attempt(
+            number=grant.attempt,
+            ledger=(
+                Ledger.fresh(zero3.layer_map, config, zero3.initial_lr)
+                if grant.plan is None
+                else Ledger.resumed(zero3.layer_map, config, grant.plan, zero3.initial_lr)
+            ),
+            taker=SnapshotTaker(zero3, pool, config.storage_wait_s),
+            writer=ShardWriter(
+                self._storage,
+                self._coordinator,
+                zero3.rank,
+                zero3.world_size,
+                retries=config.write_retries,
+                timeout_s=config.storage_wait_s,
+            ),
+            link=HeartbeatLink(self._coordinator, grant.attempt) if zero3.rank == 0 else None,
+            run_log=(
+                RunLog(
+                    self._run_folder,
+                    grant.attempt,
+                    config.metrics_flush_s,
+                    zero3.layer_map,
+                    zero3.layer_nbytes,
+                )
+                if zero3.rank == 0
+                else None
+            ),
+            receipt=receipt,
+        )
+
+    def _step_zero(self) -> None:
+        opened = self._need_open()
+        decision = decide(opened.ledger.facts(0, 0.0), self._config)
+        self._save(opened, decision, {"step": 0})
+        self._announce(opened, {"step": 0})
+        self._wait_for_commits(opened, {"step": 0}, 0.0)
+        self._meter.reset()
+
+    # ------------------------------------------------------------------ after every step
+
+    def after_step(self, step: int, trainer_state: TrainerState | None = None) -> StepReport:
+        """Measures, decides, copies; a no-op off the accumulation boundary.
+
+        Args:
+            step: number of the optimizer step just taken; must equal `engine.global_steps`.
+            trainer_state: JSON values that the next step depends on; `loss` is checked to be finite.
+
+        Raises:
+            FencedError: a newer attempt has taken over; return from training without being retried.
+            NonFiniteStateError: the state is poisoned; nothing of it was committed.
+            AgeBoundError: a layer is `s_max` steps old and the storage did not commit in time.
+        """
+        opened = self._need_open()
+        if self._zero3.step == opened.step:
+            return StepReport(step)
+        if step != self._zero3.step:
+            raise LayerCheckError(
+                f"after_step(step={step}): engine.global_steps is {self._zero3.step}; pass that"
+            )
+        started = time.monotonic()
+        opened.step = step
+        state: TrainerState = {**(trainer_state or {}), "step": step, **self._zero3.global_state()}
+        opened.state = state
+        report = self._exchange(opened, step, self._is_poisoned(opened, state))
+        self._refuse_poison(opened, report)
+        opened.ledger.observe(report)
+        decision = decide(opened.ledger.facts(step, report.lr), self._config)
+        tracked = time.monotonic()
+        nbytes = self._save(opened, decision, state)
+        self._announce(opened, state)
+        if decision.must_wait:
+            self._wait_for_commits(opened, state, report.lr)
+        finished = time.monotonic()
+        result = StepReport(
+            step=step,
+            stall_s=finished - tracked,
+            tracking_s=tracked - started,
+            layers_written=len(decision.writes),
+            bytes_written=nbytes,
+            max_age=opened.ledger.max_age(step),
+            weighted_age=opened.ledger.weighted_age(step),
+        )
+        if opened.run_log is not None:
+            opened.run_log.step(result, state, report, decision, opened.ledger)
+        self._complete_receipt(opened, step, state)
+        return result
+
+    def _exchange(self, opened: Attempt, step: int, error: bool = False) -> DriftReport:
+        report = self._meter.reduce(step, replace(opened.notices(), error=error))
+        if report.fenced:
+            raise FencedError(
+                f"attempt {opened.number} of run {self._submission.run} was taken over at step {step}",
+                step=step,
+            )
+        return report
+
+    def _is_poisoned(self, opened: Attempt, state: TrainerState) -> bool:
+        if self._zero3.skipped > opened.skipped:
+            opened.skipped = self._zero3.skipped
+            return False
+        values = (state.get("loss"), self._zero3.grad_norm())
+        return any(value is not None and not math.isfinite(value) for value in values)
+
+    def _refuse_poison(self, opened: Attempt, report: DriftReport) -> None:
+        layer = opened.ledger.non_finite(report)
+        if layer is None and not report.errors:
+            return
+        what = (
+            f"layer {layer} moved by a non-finite amount"
+            if layer
+            else "the loss or gradient norm is not finite"
+        )
+        reason = f"step {report.step}: {what}; nothing of this step was saved, collection is frozen"
+        self.close("failed", reason)
+        raise NonFiniteStateError(reason, step=report.step, layer=layer)
+
+    def _save(self, opened: Attempt, decision: PersistDecision, state: TrainerState, part: int = 0) -> int:
+        """Copies the chosen layers and hands them to the writer; returns this rank's bytes."""
+        if not decision.writes:
+            return 0
+        if part == 0:
+            opened.ledger.select(decision)
+        state = {**state, "layercheck": opened.ledger.to_state()}
+        event = EventId(step=decision.step, attempt=opened.number, part=part)
+        try:
+            return opened.taker.take(event, decision, state, opened.writer.submit).layout.total
+        except StorageError as error:
+            # The writer reports this event as lost; its drift comes back by the notice (I9).
+            log.error("event %s is lost: %s", event.folder, error)
+            return 0
+
+    def _announce(self, opened: Attempt, state: TrainerState) -> None:
+        if opened.link is not None:
+            state = {**state, "layercheck": opened.ledger.to_state()}
+            opened.link.post(state["step"], state, opened.ledger.drift)
+
+    def _wait_for_commits(self, opened: Attempt, state: TrainerState, lr: float) -> None:
+        """Blocks all ranks while a layer is at its limit (I1); the repeated all-reduce brings the commits."""
+        step = state["step"]
+        deadline = time.monotonic() + self._config.storage_wait_s
+        while (decision := decide(opened.ledger.facts(step, lr), self._config)).must_wait:
+            # Not empty only if the event of an earlier step was lost while we waited.
+            self._save(opened, decision, state)
+            if self._config.on_bound == "continue" and step > 0:
+                log.error("the age bound s_max=%d is broken at step %d", self._config.s_max, step)
+                return
+            if time.monotonic() > deadline or not opened.ledger.in_flight:
+                raise AgeBoundError(
+                    f"step {step}: a layer is s_max={self._config.s_max} steps old and nothing newer was "
+                    f"committed within storage_wait_s={self._config.storage_wait_s:g}, or its save was lost",
+                    step=step,
+                )
+            self._poll(opened, step)
+
+    def _poll(self, opened: Attempt, step: int) -> DriftReport:
+        if opened.link is not None:
+            opened.link.wait_for_answer(POLL_S)
+        report = self._exchange(opened, step)
+        opened.ledger.observe(report)
+        return report
+
+    def _complete_receipt(self, opened: Attempt, step: int, state: TrainerState) -> None:
+        receipt = opened.receipt
+        if receipt is None or opened.link is None:
+            return
+        if receipt.first_step_s is None:
+            update: dict[str, Any] = {"first_step_s": time.monotonic() - opened.since}
+        elif step == receipt.resume_step + LATER_STEPS - 1 and state.get("loss") is not None:
+            update = {"loss_20_steps_later": float(state["loss"])}
+        else:
+            return
+        opened.receipt = receipt.model_copy(update=update)
+        self._coordinator.note_receipt(opened.number, opened.receipt.model_dump(mode="json"))
+
+    # ------------------------------------------------------------------ save now, close
+
+    def save_now(self, trainer_state: TrainerState | None = None) -> None:
+        """Takes a full event of the current step and waits until it is committed (I10).
+
+        Raises:
+            StorageError: it was not committed within `storage_wait_s`.
+        """
+        opened = self._need_open()
+        step = opened.step
+        state: TrainerState = {**(trainer_state or opened.state), "step": step, **self._zero3.global_state()}
+        drift, ages = opened.ledger.drift, opened.ledger.ages(step)
+        decision = PersistDecision(
+            step=step,
+            writes=tuple(
+                LayerWrite(layer.name, "full", drift.get(layer.name, 0.0), 0.0, ages.get(layer.name, 0))
+                for layer in self._zero3.layer_map.layers
+            ),
+        )
+        opened.part += 1
+        self._save(opened, decision, state, part=opened.part)
+        self._announce(opened, state)
+        deadline = time.monotonic() + self._config.storage_wait_s
+        while True:
+            report = self._poll(opened, step)
+            if (report.committed_step, report.committed_part) >= (step, opened.part):
+                opened.ledger.saved_now(step)
+                return
+            if step in report.lost_steps or time.monotonic() > deadline:
+                raise StorageError(
+                    f"the full event of step {step} was not committed; see the log above", step=step
+                )
+
+    def close(self, how: str = "completed", reason: str = "") -> None:
+        """Waits for the writer and ends the attempt. Safe to call twice, and after any error.
+
+        Args:
+            how: `completed`, `failed` or `fenced`.
+            reason: for people, if it did not complete.
+        """
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        if not opened.writer.close(CLOSE_S):
+            log.error("%d bytes were not durable %g s after the end", opened.writer.backlog_bytes, CLOSE_S)
+        if opened.run_log is not None:
+            opened.run_log.close()
+        if opened.link is not None:
+            opened.link.close(CLOSE_S)
+            self._coordinator.end_attempt(opened.number, how, reason)
+
+    def _need_open(self) -> Attempt:
+        if self._open is None:
+            raise LayerCheckError("the session is not open: call session.resume() once before training")
+        return self._open
+
+
+def _staging_bytes(zero3: Zero3Engine) -> int:
+    """min(this rank's full state, this rank's share of a quarter of the host's free memory)."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", zero3.world_size))
+    share = psutil.virtual_memory().available // 4 // ranks_here
+    return min(zero3.nbytes, share)

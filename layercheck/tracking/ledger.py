@@ -1,0 +1,318 @@
+"""[pure] What every rank knows of every layer, kept identical on all ranks from the reduced reports alone.
+
+A rank that learnt of a commit from anywhere else than the report would choose other layers than its peers and
+hang the next collective; so nothing but `observe` and `select` may change these numbers.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil, inf, isfinite
+from typing import Any, Self
+
+from layercheck.config import LayerCheckConfig
+from layercheck.layers import LayerMap, LayerSpec
+from layercheck.manifest import DriftReport, LayerWrite, PersistDecision, RecoveryPlan
+from layercheck.tracking.calibrate import (
+    RateMeter,
+    expected_interval,
+    failure_factor,
+    find_k0,
+    find_lr_ref,
+)
+from layercheck.tracking.policy import LayerFacts, PolicyFacts, threshold
+from layercheck.tracking.versions import LayerState, Versions, first_staggers
+
+_FIRST_MARGIN = 5
+_DELAYS_KEPT = 20
+_FAILURES_KEPT = 5
+_REASON_WINDOW = 500
+"""Steps over which the reasons of layer writes are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEvents:
+    """What one report told: steps of the events that are now known to be committed or lost."""
+
+    committed: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Drift, versions and thresholds of all layers. Made by `fresh` or `resumed`.
+
+    Each step: `observe(report)`, `decide(ledger.facts(step, lr), config)`, `select(decision)`.
+
+    Attributes:
+        initial_lr: `lr_ref` where the settings name none: the optimizer groups' initial rate, if known.
+        lag: steps by which a report may be older than the decision that uses it; 0 on CPU.
+        k0: global threshold at `lr_ref`; None until the warm-up is over.
+        k_factor: failure-aware factor of all thresholds.
+        began: last step that counted as done when this attempt began.
+        gaps: steps run by each of the last attempts that failed, oldest first.
+    """
+
+    layer_map: LayerMap
+    config: LayerCheckConfig
+    initial_lr: float | None
+    lag: int
+    meter: RateMeter
+    versions: Versions
+    k0: float | None = None
+    lr_ref: float | None = None
+    k_factor: float = 1.0
+    began: int = 0
+    gaps: tuple[int, ...] = ()
+    _observed_step: int = 0
+    _event_step: int = -1
+    _delays: deque[int] = field(default_factory=lambda: deque(maxlen=_DELAYS_KEPT))
+    _reasons: deque[tuple[int, bool]] = field(default_factory=deque)
+    """(step, by age) of the selective layer writes of the last 500 steps."""
+
+    # ------------------------------------------------------------------------------------------------ making
+
+    @classmethod
+    def fresh(
+        cls, layer_map: LayerMap, config: LayerCheckConfig, initial_lr: float | None = None, lag: int = 0
+    ) -> Self:
+        """The ledger of a run that begins: no version of anything."""
+        versions = Versions({layer.name: LayerState() for layer in layer_map.layers})
+        return cls(layer_map, config, initial_lr, lag, RateMeter(config.drift.norm), versions)
+
+    @classmethod
+    def resumed(
+        cls,
+        layer_map: LayerMap,
+        config: LayerCheckConfig,
+        plan: RecoveryPlan,
+        initial_lr: float | None = None,
+        lag: int = 0,
+    ) -> Self:
+        """The ledger after a recovery: versions and D of the plan, calibrated numbers of its trainer state.
+
+        D goes on where it was, so that the schedule of writes is that of a run without failures; starting at
+        0 again would starve the slow layers when failures come faster than the interval.
+        """
+        ledger = cls.fresh(layer_map, config, initial_lr, lag)
+        for version in plan.layers:
+            layer = ledger.versions.layers[version.layer]
+            layer.selected = layer.committed = version.step
+            drift = plan.drift.get(version.layer, inf)
+            layer.drift, layer.overdue = (drift, False) if isfinite(drift) else (0.0, True)
+        ledger._observed_step = ledger._event_step = ledger.began = plan.resume_step - 1
+        ledger._restore(plan.trainer_state.get("layercheck", {}), plan)
+        return ledger
+
+    def _restore(self, state: Mapping[str, Any], plan: RecoveryPlan) -> None:
+        self.meter = RateMeter.from_state(state.get("meter"), self.config.drift.norm)
+        self.lr_ref = state.get("lr_ref")
+        self._delays.extend(state.get("delays", ()))
+        for name, stagger in state.get("stagger", {}).items():
+            self.versions.layers[name].stagger = stagger
+        for name in state.get("overdue", ()):
+            # A second failure came before this layer was selected again: the journaled D says nothing of it.
+            self.versions.layers[name].overdue = True
+        newest_full = _live_full(plan, self._names, int(state.get("newest_full", -1)))
+        self.versions.newest_full = self.versions.committed_full = newest_full
+        self._calibrate(self.began)
+        gap = max(1, plan.t_fail - int(state.get("began", 0)))
+        self.gaps = (*state.get("gaps", ()), gap)[-_FAILURES_KEPT:]
+        self._adapt_to_failures(self.began)
+
+    def to_state(self) -> dict[str, Any]:
+        """JSON values that ride in `trainer_state["layercheck"]`; `resumed` reads them.
+
+        A coordinator compares `selected` with the versions of its plan: a layer whose newest selected version
+        is not in the plan is carried as due.
+        """
+        layers = self.versions.layers
+        return {
+            "k0": self.k0,
+            "lr_ref": self.lr_ref,
+            "k_factor": self.k_factor,
+            "delays": list(self._delays),
+            "selected": {name: layer.selected for name, layer in layers.items()},
+            "stagger": {name: layer.stagger for name, layer in layers.items() if layer.stagger != 1.0},
+            "overdue": [name for name, layer in layers.items() if layer.overdue],
+            "newest_full": self.versions.newest_full,
+            "meter": self.meter.to_state(),
+            "began": self.began,
+            "gaps": list(self.gaps),
+        }
+
+    # --------------------------------------------------------------------------------------------- each step
+
+    def observe(self, report: DriftReport) -> LedgerEvents:
+        """Takes in one reduced report: losses, commits, then the drift of its step.
+
+        Losses come first: commits arrive as one step number, which would otherwise cover the lost ones too.
+        Ranks that wait repeat the all-reduce at the same step; its drift counts once.
+        """
+        lost = tuple(step for step in sorted(report.lost_steps) if self.versions.lose(step))
+        committed = tuple(step for step in self.versions.in_flight if step <= report.committed_step)
+        for step in committed:
+            self.versions.commit(step)
+            self._delays.append(max(0, report.step - step))
+        if report.step > self._observed_step:
+            self._observed_step = report.step
+            self._add_drift(report)
+            self._adapt_to_failures(report.step)
+        return LedgerEvents(committed=committed, lost=lost)
+
+    def non_finite(self, report: DriftReport) -> str | None:
+        """The first layer, in model order, whose drift of this step is not a finite number (I13)."""
+        names = (layer.name for layer in self.layer_map.layers)
+        return next((name for name in names if not isfinite(report.delta.get(name, 0.0))), None)
+
+    def facts(self, step: int, lr: float) -> PolicyFacts:
+        """What the policy may know at this step."""
+        in_flight = self.versions.layers_in_flight
+        return PolicyFacts(
+            step=step,
+            lr=lr,
+            k0=self.k0,
+            lr_ref=self.lr_ref,
+            k_factor=self.k_factor,
+            margin=self.margin,
+            newest_full=self.versions.newest_full,
+            event_taken=self._event_step == step,
+            layers=tuple(self._facts_of(layer, in_flight) for layer in self.layer_map.trainable),
+            frozen=tuple(
+                layer.name
+                for layer in self.layer_map.layers
+                if not layer.trainable and self.versions.layers[layer.name].selected < 0
+            ),
+        )
+
+    def select(self, decision: PersistDecision) -> None:
+        """The layers of a decision are now in flight, as the event of its step."""
+        if not decision.writes:
+            return
+        assert self._event_step != decision.step, f"two events at step {decision.step}"
+        self._event_step = decision.step
+        full = any(write.reason == "full" for write in decision.writes)
+        self.versions.take(decision.step, [write.layer for write in decision.writes], full)
+        if full:
+            self._stagger()
+        else:
+            self._count_reasons(decision.step, decision.writes)
+
+    def saved_now(self, step: int) -> None:
+        """A full event of this step, outside the policy's schedule, is committed (I10)."""
+        for earlier in self.versions.in_flight:
+            self.versions.commit(earlier)
+        self.versions.take(step, self.versions.layers, full=True)
+        self.versions.commit(step)
+        self._event_step = step
+        self._stagger()
+
+    # ---------------------------------------------------------------------------------------------- readings
+
+    @property
+    def margin(self) -> int:
+        """Steps before `s_max` at which a layer is due by age: 1.5 times the slowest recent commit."""
+        if not self._delays:
+            return min(_FIRST_MARGIN, self.config.s_max // 4)
+        return min(self.lag + 1 + ceil(1.5 * max(self._delays)), self.config.s_max // 4)
+
+    @property
+    def drift(self) -> dict[str, float]:
+        """Trainable layer -> accumulated drift D since its newest version, committed or in flight."""
+        return {name: self.versions.layers[name].drift for name in self._names}
+
+    def thresholds(self, step: int, lr: float) -> dict[str, float | None]:
+        """Trainable layer -> K_l at this step and rate; None until K0 is calibrated."""
+        facts = self.facts(step, lr)
+        return {layer.name: threshold(layer, facts, self.config) for layer in facts.layers}
+
+    def ages(self, step: int) -> dict[str, int]:
+        """Trainable layer -> steps since its newest *committed* version."""
+        return {name: step - max(self.versions.layers[name].committed, 0) for name in self._names}
+
+    def max_age(self, step: int) -> int:
+        """The largest age against committed versions, in steps (the bound of I1)."""
+        return max(self.ages(step).values(), default=0)
+
+    def weighted_age(self, step: int) -> float:
+        """sum(n_l * age_l) / sum(n_l) against committed versions (paper 3.3)."""
+        ages, layers = self.ages(step), self.layer_map.trainable
+        total = sum(layer.numel for layer in layers)
+        return sum(layer.numel * ages[layer.name] for layer in layers) / max(total, 1)
+
+    @property
+    def age_dominates(self) -> bool:
+        """True when the age limit caused more than half of the selective writes of the last 500 steps.
+
+        Then K does nothing: the threshold is too high for this model, or `s_max` too low.
+        """
+        return 2 * sum(by_age for _, by_age in self._reasons) > len(self._reasons)
+
+    # ---------------------------------------------------------------------------------------------- internal
+
+    def _stagger(self) -> None:
+        for name, stagger in first_staggers(self.layer_map).items():
+            self.versions.layers[name].stagger = stagger
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self.layer_map.trainable)
+
+    def _facts_of(self, spec: LayerSpec, in_flight: frozenset[str]) -> LayerFacts:
+        layer = self.versions.layers[spec.name]
+        return LayerFacts(
+            name=spec.name,
+            kind=spec.kind,
+            numel=spec.numel,
+            drift=layer.drift,
+            selected=layer.selected,
+            committed=layer.committed,
+            in_flight=spec.name in in_flight,
+            overdue=layer.overdue,
+            stagger=layer.stagger,
+        )
+
+    def _add_drift(self, report: DriftReport) -> None:
+        for name in self._names:
+            layer = self.versions.layers[name]
+            # With a lag, movement that the newest version already holds arrives after its selection.
+            if report.step > layer.selected:
+                layer.drift += report.delta.get(name, 0.0)
+        if self.k0 is None:
+            if report.step > self.config.warmup_steps // 2:
+                self.meter.observe({name: report.delta.get(name, 0.0) for name in self._names}, report.lr)
+            self._calibrate(report.step)
+
+    def _calibrate(self, step: int) -> None:
+        """Fixes `lr_ref` and K0 at the end of the warm-up, or as soon after it as a layer has moved."""
+        if step < self.config.warmup_steps:
+            return
+        self.lr_ref = find_lr_ref(self.meter, self.config, self.lr_ref or self.initial_lr)
+        if self.lr_ref is not None:
+            self.k0 = find_k0(self.meter, self.config, self.layer_map.trainable, self.lr_ref)
+
+    def _adapt_to_failures(self, step: int) -> None:
+        if self.config.failure_aware and self.gaps:
+            self.k_factor = failure_factor(self.gaps, self._interval(), step - self.began)
+
+    def _interval(self) -> float:
+        if self.k0 is None or self.lr_ref is None:
+            return self.config.target_interval
+        return expected_interval(self.k0, self.meter, self.config, self.layer_map.trainable, self.lr_ref)
+
+    def _count_reasons(self, step: int, writes: tuple[LayerWrite, ...]) -> None:
+        self._reasons.extend((step, write.reason == "age") for write in writes)
+        while self._reasons and self._reasons[0][0] <= step - _REASON_WINDOW:
+            self._reasons.popleft()
+
+
+def _live_full(plan: RecoveryPlan, trainable: tuple[str, ...], announced: int) -> int:
+    """Step of the newest full event that is surely live after a recovery, -1 for none.
+
+    A live full event leaves no trainable layer with an older version. If some layer is older, the full event
+    was lost (or is damaged), and the policy owes a new one at once.
+    """
+    versions = [version for version in plan.layers if version.layer in trainable]
+    oldest = min((version.step for version in versions), default=-1)
+    steps = [version.step for version in versions if version.reason == "full"]
+    return max((step for step in (*steps, announced) if step <= oldest), default=-1)

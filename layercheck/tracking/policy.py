@@ -1,0 +1,220 @@
+"""[pure] Which layers to save after a step: facts in, decision out.
+
+Nothing here waits, measures, or keeps state: equal facts give equal decisions, which is how all ranks choose
+the same layers without a further collective (I3), and how a simulation runs the very rule of production.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from math import inf
+
+from layercheck.config import LayerCheckConfig
+from layercheck.layers import LayerKind
+from layercheck.manifest import LayerWrite, PersistDecision
+from layercheck.tracking.calibrate import layer_factor
+
+_K_FLOOR = 0.01
+"""K_min as a part of K0: at the end of a decaying schedule K must not reach 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What is known of one trainable layer after a step.
+
+    Attributes:
+        drift: accumulated drift D since the newest version, committed or in flight.
+        selected: step of the newest version, committed or in flight; -1 for none.
+        committed: step of the newest committed version; -1 for none.
+        in_flight: a version of this layer is selected and not yet known to be committed.
+        overdue: its selected event never became live before a recovery: due whatever its drift.
+        stagger: factor of K for the first write after a full event, else 1.
+    """
+
+    name: str
+    kind: LayerKind
+    numel: int
+    drift: float
+    selected: int
+    committed: int
+    in_flight: bool = False
+    overdue: bool = False
+    stagger: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFacts:
+    """All that a decision depends on; identical on every rank.
+
+    Attributes:
+        lr: largest learning rate over the groups of this step.
+        k0: global threshold at `lr_ref`; None until it is calibrated (then only age selects).
+        k_factor: failure-aware factor of all thresholds.
+        margin: steps before `s_max` at which a layer is due by age, for the time a commit takes.
+        newest_full: step of the newest full event, committed or in flight; -1 for none.
+        event_taken: an event of this very step exists already, so no other can be taken.
+        frozen: frozen layers without a version.
+    """
+
+    step: int
+    lr: float
+    k0: float | None
+    lr_ref: float | None
+    k_factor: float
+    margin: int
+    newest_full: int
+    event_taken: bool
+    layers: tuple[LayerFacts, ...]
+    frozen: tuple[str, ...] = ()
+
+
+def decide(facts: PolicyFacts, config: LayerCheckConfig) -> PersistDecision:
+    """The layers to save after `facts.step`, and whether to block until the storage catches up.
+
+    A full event is owed at step 0, in the warm-up every `warmup_full_every` steps and at its end (the base),
+    later every `full_every` steps; one that was lost is owed again at once. After the warm-up any other step
+    may take a selective event. Asking again at the same step, as ranks that wait do, selects nothing twice.
+    """
+    writes: tuple[LayerWrite, ...] = ()
+    if facts.event_taken:
+        pass
+    elif facts.newest_full < full_anchor(facts, config):
+        writes = _full_event(facts, config)
+    elif facts.step > config.warmup_steps:
+        writes = _selective_event(facts, config)
+    return PersistDecision(step=facts.step, writes=writes, must_wait=must_wait(facts, config))
+
+
+def must_wait(facts: PolicyFacts, config: LayerCheckConfig) -> bool:
+    """True when one more step would leave a layer older than `s_max`, counted against commits (I1).
+
+    A layer without any committed version counts too: the first step waits for the commit of step 0, because a
+    crash before it would leave nothing to go back to.
+    """
+    return any(
+        layer.committed < 0 or facts.step + 1 - layer.committed > config.s_max for layer in facts.layers
+    )
+
+
+def full_anchor(facts: PolicyFacts, config: LayerCheckConfig) -> int:
+    """Newest step <= `facts.step` for which the schedule wants a full event."""
+    step, warmup = facts.step, config.warmup_steps
+    if step < warmup:
+        return step - step % config.warmup_full_every
+    every = config.full_every
+    if config.selection == "full":
+        every = max(1, round(config.target_interval * facts.k_factor))
+    return step - (step - warmup) % every if every else warmup
+
+
+def threshold(layer: LayerFacts, facts: PolicyFacts, config: LayerCheckConfig) -> float | None:
+    """K_l(t) = max(K0_l lr_t / lr_ref, K_min), times `k_factor` and the stagger; None without K0."""
+    if facts.k0 is None or facts.lr_ref is None:
+        return None
+    k0 = facts.k0 * layer_factor(layer.kind, config)
+    return max(k0 * facts.lr / facts.lr_ref, _K_FLOOR * k0) * facts.k_factor * layer.stagger
+
+
+def pressure(layer: LayerFacts, facts: PolicyFacts, config: LayerCheckConfig) -> float:
+    """How due a layer is by the selection rule: due above 1, larger goes first."""
+    if layer.overdue:
+        return inf
+    interval = config.target_interval * facts.k_factor
+    if config.selection == "round_robin":
+        return (_age(layer, facts.step) + 1) / (interval * layer.stagger)
+    if config.selection == "random":
+        draw = _draw(facts.step, layer.name)
+        return 2.0 - draw if draw * interval < 1 else 0.0
+    limit = threshold(layer, facts, config)
+    if config.selection == "full" or limit is None:
+        return 0.0
+    return layer.drift / limit
+
+
+# ----------------------------------------------------------------------------------------------------- events
+
+
+def _full_event(facts: PolicyFacts, config: LayerCheckConfig) -> tuple[LayerWrite, ...]:
+    """Every trainable layer; a frozen one only while it has no version (I11)."""
+    frozen = tuple(
+        LayerWrite(layer=name, reason="full", drift=0.0, threshold=0.0, age=0) for name in facts.frozen
+    )
+    trainable = tuple(
+        LayerWrite(
+            layer=layer.name,
+            reason="full",
+            drift=layer.drift,
+            threshold=threshold(layer, facts, config) or 0.0,
+            age=_age(layer, facts.step),
+        )
+        for layer in facts.layers
+    )
+    return trainable + frozen
+
+
+def _selective_event(facts: PolicyFacts, config: LayerCheckConfig) -> tuple[LayerWrite, ...]:
+    """First what the age limit forces, then what drifted most, up to `max_event_share` of the state."""
+    room = config.max_event_share * sum(layer.numel for layer in facts.layers)
+    chosen = _urgent(facts, config, room)
+    used = sum(layer.numel for layer in chosen)
+    for layer in _due(facts, config):
+        if layer in chosen:
+            continue
+        if not chosen or used + layer.numel <= room:
+            chosen.append(layer)
+            used += layer.numel
+    return tuple(_write(layer, facts, config) for layer in chosen)
+
+
+def _due(facts: PolicyFacts, config: LayerCheckConfig) -> list[LayerFacts]:
+    """Layers above their threshold, the largest D/K first (model order among equals).
+
+    A layer whose earlier version is still in flight is left out: the copy under way covers most of its
+    movement, and writing it again would only lengthen the queue of a storage that is already slower than the
+    drift. Its D grows on and takes it to the front once the commit is seen; the age limit takes it anyway.
+    """
+    pressures = [(pressure(layer, facts, config), layer) for layer in facts.layers if not layer.in_flight]
+    due = [(value, layer) for value, layer in pressures if value > 1]
+    return [layer for _, layer in sorted(due, key=lambda pair: -pair[0])]
+
+
+def _urgent(facts: PolicyFacts, config: LayerCheckConfig, room: float) -> list[LayerFacts]:
+    """Layers that must go now, earliest deadline first.
+
+    Packs all layers in the order of their deadlines into events of `room`, one a step from this step on. If
+    putting everything off by one step would make any layer late, the part of the first event up to that layer
+    goes now. A layer at its limit goes in any case, even if that makes the event larger than `room`.
+    """
+    limit = config.s_max - facts.margin
+    order = sorted(facts.layers, key=lambda layer: layer.selected)
+    slot, filled, first, late = 0, 0, 0, 0
+    for position, layer in enumerate(order, start=1):
+        if filled and filled + layer.numel > room:
+            slot, filled = slot + 1, 0
+        filled += layer.numel
+        first = position if slot == 0 else first
+        if layer.selected + limit <= facts.step + slot:
+            late = position
+    at_limit = sum(layer.selected + limit <= facts.step for layer in order)
+    return order[: max(min(first, late), at_limit)]
+
+
+def _write(layer: LayerFacts, facts: PolicyFacts, config: LayerCheckConfig) -> LayerWrite:
+    """`drift` stands for the selection rule of whatever mode, `age` for the limit alone."""
+    limit = threshold(layer, facts, config) or 0.0
+    return LayerWrite(
+        layer=layer.name,
+        reason="drift" if pressure(layer, facts, config) > 1 else "age",
+        drift=max(layer.drift, limit) if layer.overdue else layer.drift,
+        threshold=limit,
+        age=_age(layer, facts.step),
+    )
+
+
+def _age(layer: LayerFacts, step: int) -> int:
+    return step - max(layer.selected, 0)
+
+
+def _draw(step: int, layer: str) -> float:
+    """A number in [0, 1) that depends on step and layer alone, hence equal on every rank and in a replay."""
+    digest = hashlib.blake2b(f"{step}:{layer}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

@@ -1,0 +1,93 @@
+"""What rank 0 writes down of every step: the `metrics/` and `drift/` of a run."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from layercheck.layers import LayerMap
+from layercheck.manifest import DriftReport, LayerWrite, PersistDecision, StepReport, TrainerState
+from layercheck.persistence.storage import Storage
+from layercheck.tracking.ledger import Ledger
+from layercheck.tracking.metrics_log import DRIFT, METRICS, PartWriter
+
+
+class RunLog:
+    """Rows of one attempt, flushed to Parquet parts. A failed flush never reaches training.
+
+    Args:
+        run_folder: the storage of `<storage>/<run>`.
+        attempt: number of the attempt, part of the file names.
+        flush_s: seconds between two parts.
+        layer_map: the layers, for their sizes.
+        layer_nbytes: layer -> bytes of one version, all ranks.
+    """
+
+    def __init__(
+        self,
+        run_folder: Storage,
+        attempt: int,
+        flush_s: float,
+        layer_map: LayerMap,
+        layer_nbytes: Callable[[str], int],
+    ) -> None:
+        self._metrics = PartWriter(run_folder, "metrics", attempt, flush_s, METRICS)
+        self._drift = PartWriter(run_folder, "drift", attempt, flush_s, DRIFT)
+        self._numel = {layer.name: layer.numel for layer in layer_map.layers}
+        self._nbytes = layer_nbytes
+        self._last = time.monotonic()
+
+    def step(
+        self,
+        costs: StepReport,
+        state: TrainerState,
+        report: DriftReport,
+        decision: PersistDecision,
+        ledger: Ledger,
+    ) -> None:
+        """Adds the rows of one step."""
+        now = time.monotonic()
+        self._metrics.add(
+            {
+                "step": costs.step,
+                "loss": state.get("loss"),
+                "lr": report.lr,
+                "step_s": now - self._last,
+                "stall_s": costs.stall_s,
+                "layers_written": costs.layers_written,
+                "bytes_written": sum(self._nbytes(write.layer) for write in decision.writes),
+                "max_age": costs.max_age,
+                "weighted_age": costs.weighted_age,
+            }
+        )
+        self._last = now
+        written = {write.layer: write for write in decision.writes}
+        thresholds = ledger.thresholds(report.step, report.lr)
+        ages, drift = ledger.ages(report.step), ledger.drift
+        for name, delta in report.delta.items():
+            row = {
+                "step": report.step,
+                "layer": name,
+                "delta": delta,
+                "drift": drift[name],
+                "threshold": thresholds[name],
+                "age": ages[name],
+                "numel": self._numel[name],
+                "nbytes": 0,
+            }
+            self._drift.add(row | self._written(written.get(name)))
+
+    def _written(self, write: LayerWrite | None) -> dict[str, Any]:
+        """For a layer that was chosen: what made it due, not what is left after the choice."""
+        if write is None:
+            return {}
+        return {
+            "drift": write.drift,
+            "threshold": write.threshold,
+            "age": write.age,
+            "nbytes": self._nbytes(write.layer),
+        }
+
+    def close(self) -> None:
+        """Flushes what is left."""
+        self._metrics.close()
+        self._drift.close()

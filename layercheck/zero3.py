@@ -1,0 +1,377 @@
+"""The only file that knows DeepSpeed: layer groups, this rank's slices of a layer, reading and writing them.
+
+Under ZeRO-3 each parameter is flattened, padded to a multiple of the world size and cut into equal parts; a
+rank's parts of one optimizer sub-group lie one after the other in one flat fp32 tensor. A part may end in
+padding that nobody initialises, so everything here speaks of the real elements alone.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layercheck.errors import EngineRefusedError
+from layercheck.layers import LayerMap, LayerSpec, ParamSpec, build_layer_map
+from layercheck.persistence.scalars import pack_scalar, unpack_scalar
+
+MASTER = "fp32"
+FROZEN = "weight"
+
+
+def describe_model(model: nn.Module) -> LayerMap:
+    """The layer map of a model, partitioned or not. A tied parameter belongs to its first owner."""
+    lists = [
+        (len(module), name) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    ]
+    block_list = max(lists, key=lambda item: item[0])[1] if lists else None
+    embeddings = frozenset(
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)
+    )
+    params = [(_spec(name, param), param.requires_grad) for name, param in model.named_parameters()]
+    return build_layer_map(params, block_list, embeddings)
+
+
+def layer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Optimizer groups that mirror the layers (paper 3.4.1), to be given to the optimizer.
+
+    Matrices decay, vectors (biases, norms) do not. A layer with both kinds gives two groups, with one kind
+    one; frozen parameters are left out.
+
+    Args:
+        model: the model, before `deepspeed.initialize`.
+        weight_decay: decay of the matrices, as in `torch.optim.AdamW`.
+
+    Returns:
+        Groups with the keys `params`, `weight_decay` and `layer` (the layer's name).
+    """
+    named = dict(model.named_parameters())
+    groups: list[dict[str, Any]] = []
+    for layer in describe_model(model).trainable:
+        for decays in (True, False):
+            params = [named[spec.name] for spec in layer.params if (len(spec.shape) > 1) == decays]
+            if params:
+                decay = weight_decay if decays else 0.0
+                groups.append({"params": params, "weight_decay": decay, "layer": layer.name})
+    return groups
+
+
+def _spec(name: str, param: nn.Parameter) -> ParamSpec:
+    shape = getattr(param, "ds_shape", param.shape)
+    return ParamSpec(name=name, shape=tuple(shape), dtype=str(param.dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSlice:
+    """This rank's part of one parameter.
+
+    Attributes:
+        offset: first element of the part in the flattened parameter.
+        numel: real elements of the part, without padding; may be 0.
+        sub_group: index of the optimizer sub-group, -1 for a frozen parameter.
+        begin: first element of the part in the sub-group's flat tensor.
+    """
+
+    spec: ParamSpec
+    layer: str
+    offset: int
+    numel: int
+    sub_group: int
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class SubGroup:
+    """One optimizer sub-group: the unit of one `optimizer.step()` call.
+
+    `flat` is this rank's fp32 partition, padding included; `segments` are its runs of real elements as
+    (begin, length).
+    """
+
+    index: int
+    group: int
+    layer: str
+    flat: Tensor
+    segments: tuple[tuple[int, int], ...]
+
+
+class Zero3Engine:
+    """What LayerCheck needs of a DeepSpeed ZeRO-3 engine, by layer.
+
+    Raises:
+        EngineRefusedError: the engine is of a kind whose updates the hooks would miss, or a group mixes
+        layers.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        _refuse_unsupported(engine)
+        self.engine = engine
+        self.zero = engine.optimizer
+        self.optimizer: torch.optim.Optimizer = engine.optimizer.optimizer
+        self.layer_map = describe_model(engine.module)
+        self.rank = torch.distributed.get_rank()
+        self.world_size = torch.distributed.get_world_size()
+        self._params = dict(engine.module.named_parameters())
+        self._names = {id(param): name for name, param in self._params.items()}
+        on_host = torch.distributed.get_backend() == "gloo"
+        self.collective_device = torch.device("cpu") if on_host else engine.device
+        self.slices = {layer.name: tuple(self._slices(layer)) for layer in self.layer_map.layers}
+        self.sub_groups = tuple(self._sub_groups())
+
+    # ------------------------------------------------------------------ shape
+
+    def _slices(self, layer: LayerSpec) -> Iterator[ParamSlice]:
+        for spec in layer.params:
+            param = self._params[spec.name]
+            part = param.ds_tensor.ds_numel
+            offset = min(part * self.rank, spec.numel)
+            numel = max(0, min(part, spec.numel - offset))
+            sub_group, begin = -1, 0
+            if layer.trainable:
+                sub_group, begin, _ = self.zero.grad_position[self.zero.get_param_id(param)]
+            yield ParamSlice(spec, layer.name, offset, numel, sub_group, begin)
+
+    def _sub_groups(self) -> Iterator[SubGroup]:
+        by_index: dict[int, list[ParamSlice]] = {}
+        for slices in self.slices.values():
+            for part in slices:
+                by_index.setdefault(part.sub_group, []).append(part)
+        for index, flat in enumerate(self.zero.fp32_partitioned_groups_flat):
+            members = sorted(by_index[index], key=lambda part: part.begin)
+            layers = sorted({part.layer for part in members})
+            if len(layers) > 1:
+                raise EngineRefusedError(
+                    f"optimizer group {index} mixes the layers {layers[0]} and {layers[1]}: give it "
+                    "layercheck.layer_groups(model, weight_decay)",
+                    layers=layers,
+                )
+            group = self.zero.sub_group_to_group_id[index]
+            yield SubGroup(index, group, layers[0], flat.detach(), _merge(members))
+
+    @property
+    def on_accelerator(self) -> bool:
+        """True when the fp32 partitions live on a device whose copies should go to pinned memory."""
+        return self.sub_groups[0].flat.device.type != "cpu"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's full state: fp32 weights and two moments."""
+        return sum(12 * length for group in self.sub_groups for _, length in group.segments)
+
+    def layer_nbytes(self, layer: str) -> int:
+        """Bytes of one version of a layer over all ranks, with the optimizer state that exists now."""
+        return sum(
+            part.spec.numel * tensor.element_size()
+            for part in self.slices[layer]
+            for tensor in self.tensors(part).values()
+        )
+
+    @property
+    def initial_lr(self) -> float:
+        """Largest learning rate that the optimizer groups started with."""
+        return max(float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups)
+
+    def model_config(self) -> dict[str, Any]:
+        """The model's own `config.json`, or an empty dict."""
+        config: Any = getattr(self.engine.module, "config", None)
+        if not hasattr(config, "to_json_string"):
+            return {}
+        return dict(json.loads(config.to_json_string(use_diff=False)))
+
+    # ------------------------------------------------------------------ counters
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, skipped ones included."""
+        return int(self.engine.global_steps)
+
+    @property
+    def skipped(self) -> int:
+        """Steps whose update was skipped because of an overflow."""
+        return int(self.engine.skipped_steps)
+
+    def grad_norm(self) -> float | None:
+        """Global gradient norm of the last step that was not skipped, before clipping."""
+        norm = self.engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    def global_state(self) -> dict[str, Any]:
+        """Everything beside the layers that the next step depends on, as JSON values."""
+        state: dict[str, Any] = {"skipped": self.skipped, "loss_scale": float(self.zero.loss_scale)}
+        if self.engine.lr_scheduler is not None:
+            state["lr_scheduler"] = self.engine.lr_scheduler.state_dict()
+        return state
+
+    def set_global_state(self, step: int, state: dict[str, Any]) -> None:
+        """Puts the counters, the loss scale and the LR scheduler where `global_state` found them."""
+        engine = self.engine
+        engine.global_steps = step
+        engine.micro_steps = step * engine.gradient_accumulation_steps()
+        engine.global_samples = step * engine.train_batch_size()
+        engine.skipped_steps = state.get("skipped", 0)
+        if engine.fp16_enabled() and "loss_scale" in state:
+            self.zero.loss_scaler.cur_scale = state["loss_scale"]
+        if engine.lr_scheduler is not None and "lr_scheduler" in state:
+            engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+
+    # ------------------------------------------------------------------ hooks
+
+    def on_update(self, before: Callable[[SubGroup, float], None], after: Callable[[SubGroup], None]) -> None:
+        """Calls `before(sub_group, lr)` and `after(sub_group)` around each realised update.
+
+        DeepSpeed steps its sub-groups in order, one optimizer call each, with only that group's `params`
+        filled.
+        """
+        active: list[SubGroup] = []
+
+        def pre(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            sub_group = self._stepping()
+            active.append(sub_group)
+            before(sub_group, float(self.optimizer.param_groups[sub_group.group]["lr"]))
+
+        def post(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            after(active.pop())
+
+        self.optimizer.register_step_pre_hook(pre)
+        self.optimizer.register_step_post_hook(post)
+        self._cursor = 0
+
+    def _stepping(self) -> SubGroup:
+        count = len(self.sub_groups)
+        for ahead in range(count):
+            sub_group = self.sub_groups[(self._cursor + ahead) % count]
+            params = self.optimizer.param_groups[sub_group.group]["params"]
+            if params and params[0] is self.zero.fp32_partitioned_groups_flat[sub_group.index]:
+                self._cursor = sub_group.index + 1
+                return sub_group
+        raise EngineRefusedError("an optimizer step of tensors that are no ZeRO-3 partition of this engine")
+
+    # ------------------------------------------------------------------ reading
+
+    def tensors(self, part: ParamSlice) -> dict[str, Tensor]:
+        """The live tensors of one slice, each of shape (numel,): `fp32` and the optimizer's own."""
+        if part.sub_group < 0:
+            weight = self._params[part.spec.name].ds_tensor.detach()
+            return {FROZEN: weight.narrow(0, 0, part.numel)}
+        flat = self.zero.fp32_partitioned_groups_flat[part.sub_group]
+        found = {MASTER: flat.detach().narrow(0, part.begin, part.numel)}
+        for key, value in self._state(part.sub_group).items():
+            if isinstance(value, Tensor) and value.numel() == flat.numel() and value.dim() > 0:
+                found[key] = value.detach().narrow(0, part.begin, part.numel)
+        return found
+
+    def scalars(self, part: ParamSlice) -> dict[str, dict[str, Any]]:
+        """The optimizer's scalars of the slice's sub-group, such as the Adam step: {key: {kind, value}}."""
+        if part.sub_group < 0:
+            return {}
+        flat = self.zero.fp32_partitioned_groups_flat[part.sub_group]
+        return {
+            key: pack_scalar(key, value)
+            for key, value in self._state(part.sub_group).items()
+            if not (isinstance(value, Tensor) and value.numel() == flat.numel() and value.dim() > 0)
+        }
+
+    def _state(self, sub_group: int) -> dict[str, Any]:
+        flat = self.zero.fp32_partitioned_groups_flat[sub_group]
+        state = self.optimizer.state
+        return dict(state[flat]) if flat in state else {}
+
+    # ------------------------------------------------------------------ writing
+
+    def begin_install(self) -> None:
+        """Brings every parameter back to its partition, so that no gathered copy outlives the install."""
+        self.zero._partition_all_parameters()
+
+    def write(self, part: ParamSlice, tensors: dict[str, Tensor], scalars: dict[str, dict[str, Any]]) -> None:
+        """Puts one slice back. Optimizer state that a fresh engine lacks is created; nothing is stepped."""
+        if part.sub_group < 0:
+            self._params[part.spec.name].ds_tensor.data.narrow(0, 0, part.numel).copy_(tensors[FROZEN])
+            return
+        flat = self.zero.fp32_partitioned_groups_flat[part.sub_group]
+        flat.detach().narrow(0, part.begin, part.numel).copy_(tensors[MASTER])
+        state = self.optimizer.state[flat] if flat in self.optimizer.state or len(tensors) > 1 else {}
+        for key, value in tensors.items():
+            if key != MASTER:
+                if key not in state:
+                    state[key] = torch.zeros_like(flat, requires_grad=False)
+                state[key].detach().narrow(0, part.begin, part.numel).copy_(value)
+        for key, packed in scalars.items():
+            self.optimizer.state[flat][key] = unpack_scalar(packed)
+
+    def clear_state(self, sub_group: int) -> None:
+        """Forgets the optimizer state of one sub-group, before older state (or none) is put in."""
+        self.optimizer.state.pop(self.zero.fp32_partitioned_groups_flat[sub_group], None)
+
+    def end_install(self) -> None:
+        """Copies fp32 into the low-precision partitions and gathers the parameters that stay gathered.
+
+        One collective when such parameters exist; every rank must call this.
+        """
+        for index in range(len(self.sub_groups)):
+            self.zero._reassign_or_swap_out_partitioned_parameters(index)
+        persistent = self.zero.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
+
+    def stale_parameter(self) -> str | None:
+        """Name of a parameter whose low-precision values are not its fp32 values, or None.
+
+        Compares this rank's real elements, in the partition and in the gathered copy if there is one.
+        """
+        for slices in self.slices.values():
+            for part in slices:
+                if part.sub_group >= 0 and not self._agrees(part):
+                    return part.spec.name
+        return None
+
+    def _agrees(self, part: ParamSlice) -> bool:
+        param = self._params[part.spec.name]
+        master = self.tensors(part)[MASTER]
+        low = param.ds_tensor.detach().narrow(0, 0, part.numel).to(master.device)
+        if not torch.equal(low, master.to(low.dtype)):
+            return False
+        if param.numel() != part.spec.numel:
+            return True
+        gathered = param.detach().reshape(-1).narrow(0, part.offset, part.numel).to(master.device)
+        return torch.equal(gathered, master.to(gathered.dtype))
+
+
+def _merge(parts: list[ParamSlice]) -> tuple[tuple[int, int], ...]:
+    segments: list[tuple[int, int]] = []
+    for part in parts:
+        if part.numel == 0:
+            continue
+        if segments and sum(segments[-1]) == part.begin:
+            segments[-1] = (segments[-1][0], segments[-1][1] + part.numel)
+        else:
+            segments.append((part.begin, part.numel))
+    return tuple(segments)
+
+
+def _refuse_unsupported(engine: Any) -> None:
+    zero = engine.optimizer
+    stage = engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else None
+    if stage != 3:
+        raise EngineRefusedError(
+            f"ZeRO stage {stage}: LayerCheck needs zero_optimization.stage = 3", stage=stage
+        )
+    inner = getattr(zero, "optimizer", None)
+    reasons = {
+        "NVMe offload": zero.swap_optimizer or zero.params_in_nvme_and_cpu,
+        "Twin-Flow (offload ratio below 1)": zero.offload_optimizer and zero.partial_offload < 1,
+        "ZenFlow": bool(zero.zenflow),
+        "SuperOffload": engine.super_offload(),
+        "hpZ (zero_hpz_partition_size above 1)": engine.zero_hpz_partition_size() > 1,
+        "MiCS": any(
+            param.ds_zero_partition_world_size != torch.distributed.get_world_size()
+            for param in engine.module.parameters()
+        ),
+        "tensor or pipeline parallelism": engine.mp_world_size > 1 or bool(engine.pipeline_parallelism),
+        "an optimizer that is no torch.optim.Optimizer": not isinstance(inner, torch.optim.Optimizer),
+        "Muon": getattr(zero, "use_muon", False),
+    }
+    for reason, present in reasons.items():
+        if present:
+            raise EngineRefusedError(f"{reason} is not supported: its updates would not be seen", kind=reason)

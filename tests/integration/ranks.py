@@ -1,0 +1,59 @@
+"""What the ranks of the session tests do: train, die, recover. Each function runs on every rank."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import layercheck
+from tests import micro
+
+CONFIG = {
+    "warmup_steps": 8,
+    "warmup_full_every": 4,
+    "s_max": 16,
+    "target_interval": 5,
+    "full_every": 0,
+    "embedding_factor": 2,
+}
+
+
+def open_session(engine: Any, storage: str, submission: str = "one", **settings: Any) -> Any:
+    """A session of the run `run`; a restart has the same submission, so nothing waits for a takeover."""
+    return layercheck.attach(engine, storage, "run", {**CONFIG, **settings}, submission=submission)
+
+
+def train(
+    storage: str,
+    steps: int,
+    *,
+    kill_at: int | None = None,
+    save_at: int | None = None,
+    seed: int = 0,
+    each_step: Callable[[Any, int], None] | None = None,
+    settings: dict[str, Any] | None = None,
+    **build: Any,
+) -> dict[str, Any]:
+    """Trains up to `steps`, from wherever the store says. `kill_at`: SIGKILL itself after that step."""
+    engine = micro.build(seed, **build)
+    session = open_session(engine, storage, **(settings or {}))
+    point = session.resume()
+    losses, reports = {}, {}
+    for step in range(point.step, steps + 1):
+        losses[step] = micro.train_step(engine, step)
+        reports[step] = session.after_step(step, {"loss": losses[step]})
+        if each_step is not None:
+            each_step(session, step)
+        if step == save_at:
+            session.save_now()
+        if step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    session.close()
+    receipt = point.receipt.model_dump() if point.receipt else None
+    return {"first": point.step, "losses": losses, "reports": reports, "receipt": receipt}
+
+
+def train_without_session(steps: int, **build: Any) -> dict[int, float]:
+    """The same training with the same layer groups and no session."""
+    engine = micro.build(**build)
+    return {step: micro.train_step(engine, step) for step in range(1, steps + 1)}

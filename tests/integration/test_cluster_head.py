@@ -1,0 +1,120 @@
+"""Private heads and jobs on them, each used from processes of their own, as a person would."""
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.head import HeadError, PrivateHead, _members, start_head
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.ray
+
+PROGRAM = """
+import os, sys
+print("arguments", sys.argv[1:], flush=True)
+print("sees", os.environ["RAY_ADDRESS"], flush=True)
+sys.exit(int(sys.argv[sys.argv.index("--code") + 1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[PrivateHead]:
+    with start_head(num_cpus=3) as started:
+        yield started
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A working folder whose `app` ends with the code it is told."""
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").write_text(PROGRAM)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "huge").write_bytes(b"x" * 1000)
+    return tmp_path
+
+
+def submit(head: PrivateHead, project: Path, *args: str, env: dict[str, str] | None = None):
+    return subprocess.run(
+        [sys.executable, "-m", "cluster.submit", "train", *args],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **head.env, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_a_job_that_succeeds_gives_code_0_and_its_log(head, project):
+    done = submit(head, project, "--code", "0")
+    assert done.returncode == 0, done.stderr
+    assert f"'--storage', '{project}/runs'" in done.stdout
+    assert done.stdout.count("arguments") == 1
+
+
+def test_a_job_that_fails_gives_its_own_code_and_says_how_to_continue(head, project):
+    done = submit(head, project, "--code", "7", "--run-name", "x")
+    assert done.returncode == 7, done.stderr
+    assert (
+        "to continue this run from its newest saves: python -m cluster.submit train --code 7" in done.stdout
+    )
+
+
+def test_a_wrong_token_is_refused_with_one_error(head, project, tmp_path):
+    (tmp_path / "other-token").write_text("0" * 64)
+    done = submit(head, project, "--code", "0", env={"RAY_AUTH_TOKEN_PATH": str(tmp_path / "other-token")})
+    assert done.returncode == 2
+    assert "cannot submit to" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_token_the_dashboard_refuses(head):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"{head.dashboard}/api/jobs/", timeout=10)
+    assert caught.value.code in (401, 403)
+
+
+def test_the_token_can_be_read_by_its_owner_alone(head):
+    assert stat.S_IMODE((head.folder / "token").stat().st_mode) == 0o600
+    assert stat.S_IMODE(head.folder.stat().st_mode) == 0o700
+
+
+def test_a_second_head_comes_and_goes_and_the_first_does_not_notice(head, project):
+    before = set(_members(head))
+    with start_head(num_cpus=1) as second:
+        assert second.address != head.address
+        members = _members(second)
+        assert members
+        assert not before & set(members)
+    assert not any(Path("/proc", str(pid)).exists() and _is_living(pid) for pid in members)
+    assert not second.folder.exists()
+    assert before <= set(_members(head))
+    assert submit(head, project, "--code", "0").returncode == 0
+
+
+def test_a_head_that_cannot_start_says_why_and_leaves_nothing(monkeypatch):
+    made = []
+    make = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **how: made.append(make(**how)) or made[-1])
+    with pytest.raises(HeadError, match="not ready within 0 s"):
+        start_head(num_cpus=1, ready_s=0)
+    assert len(made) == 1
+    assert not Path(made[0]).exists()
+
+
+def test_submitting_to_nobody_is_one_clear_error(project, head):
+    done = submit(head, project, "--address", "http://127.0.0.1:9", "--code", "0")
+    assert done.returncode == 2
+    assert "cannot submit to http://127.0.0.1:9" in done.stderr
+
+
+def _is_living(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

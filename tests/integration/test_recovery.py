@@ -1,0 +1,144 @@
+"""After a kill: the newest version of every layer, at the next step, checked byte by byte."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from safetensors import safe_open
+
+from tests import micro
+from tests.harness import RankFailedError, run_ranks
+from tests.integration.ranks import CONFIG, open_session, train
+
+KILL_AT, STEPS = 27, 34
+
+
+def _events(storage: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for commit in sorted(Path(storage, "run/layercheck/events").glob("*/commit.parquet")):
+        rows += pq.read_table(commit).to_pylist()
+    return rows
+
+
+def _newest(storage: str) -> dict[str, int]:
+    newest: dict[str, int] = {}
+    for row in _events(storage):
+        newest[row["layer"]] = max(newest.get(row["layer"], -1), row["step"])
+    return newest
+
+
+def _resume_and_look(storage: str, seed: int = 99) -> dict[str, Any]:
+    """Recovers, and gives the receipt and the live state of this rank as (offset, values) by tensor."""
+    engine = micro.build(seed)
+    session = open_session(engine, storage)
+    point = session.resume()
+    zero3 = session._zero3
+    state = {
+        f"{part.spec.name}/{key}": (part.offset, tensor.clone().numpy())
+        for parts in zero3.slices.values()
+        for part in parts
+        for key, tensor in zero3.tensors(part).items()
+    }
+    adam = {name: zero3.scalars(parts[0])["step"]["value"] for name, parts in zero3.slices.items()}
+    session.close("failed")
+    return {"step": point.step, "receipt": point.receipt.model_dump(), "state": state, "adam": adam}
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> str:
+    """A store whose two ranks were killed after step 27."""
+    storage = str(tmp_path / "store")
+    assert run_ranks(2, tmp_path, partial(train, kill_at=KILL_AT), storage, STEPS) == [None, None]
+    return storage
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_recovery_composes_the_newest_committed_version_of_every_layer(
+    killed: str, tmp_path: Path, world_size: int
+) -> None:
+    newest = _newest(killed)
+    results = run_ranks(world_size, tmp_path, _resume_and_look, killed)
+    receipt = results[0]["receipt"]
+    assert receipt["mode"] == "composite"
+    assert receipt["t_fail"] <= KILL_AT
+    assert receipt["t_fail"] >= max(newest.values())
+    assert results[0]["step"] == receipt["resume_step"] == receipt["t_fail"] + 1
+    assert {layer["name"]: layer["step"] for layer in receipt["layers"]} == newest
+    assert {layer["name"]: layer["age"] for layer in receipt["layers"]} == {
+        name: receipt["t_fail"] - step for name, step in newest.items()
+    }
+    assert len(set(newest.values())) >= 3, "a composite of equal ages shows nothing"
+    for name, step in newest.items():
+        assert all(result["adam"][name] == step for result in results), "each layer has its own Adam step"
+    _assert_state_is_that_of_the_files(killed, newest, [result["state"] for result in results])
+
+
+def _assert_state_is_that_of_the_files(storage: str, newest: dict[str, int], states: list[Any]) -> None:
+    layer_of = {}
+    for row in _events(storage):
+        if row["step"] == newest[row["layer"]]:
+            layer_of[row["layer"], row["rank"]] = Path(storage, "run/layercheck", row["file"])
+    saved: dict[str, list[np.ndarray]] = {}
+    for rank in (0, 1):
+        for layer in newest:
+            with safe_open(layer_of[layer, rank], "np") as shard:
+                for name in shard.keys():  # noqa: SIM118 (not a dict)
+                    if f'"layer":"{layer}"' in shard.metadata()[name.rpartition("/")[0]]:
+                        saved.setdefault(name, []).append(shard.get_tensor(name))
+    assert set(saved) == set(states[0])
+    for name, parts in saved.items():
+        live = np.concatenate([state[name][1] for state in states])
+        np.testing.assert_array_equal(live, np.concatenate(parts), err_msg=name)
+
+
+def test_i6_a_flipped_bit_costs_one_layer_an_older_version_and_is_said_out_loud(
+    killed: str, tmp_path: Path
+) -> None:
+    newest = _newest(killed)
+    row = next(
+        row for row in _events(killed) if row["layer"] == "layers.1" and row["step"] == newest["layers.1"]
+    )
+    file = Path(killed, "run/layercheck", row["file"])
+    content = bytearray(file.read_bytes())
+    content[(row["begin"] + row["end"]) // 2] ^= 1
+    file.write_bytes(content)
+    receipt = run_ranks(2, tmp_path, _resume_and_look, killed)[0]["receipt"]
+    by_name = {layer["name"]: layer for layer in receipt["layers"]}
+    assert by_name["layers.1"]["fallback"]
+    assert by_name["layers.1"]["step"] < newest["layers.1"]
+    assert [(bad["file"], bad["layer"]) for bad in receipt["bad"]] == [(row["file"], "layers.1")]
+    assert {n: layer["step"] for n, layer in by_name.items() if n != "layers.1"} == {
+        n: step for n, step in newest.items() if n != "layers.1"
+    }
+
+
+def test_recovery_goes_on_to_the_end_and_the_next_kill_recovers_too(killed: str, tmp_path: Path) -> None:
+    second = run_ranks(2, tmp_path, partial(train, kill_at=STEPS), killed, STEPS + 10)
+    assert second == [None, None]
+    result = run_ranks(2, tmp_path, train, killed, STEPS + 10)[0]
+    assert result["receipt"]["t_fail"] > KILL_AT
+    assert max(result["losses"]) == STEPS + 10
+    assert max(report.max_age for report in result["reports"].values()) <= CONFIG["s_max"]
+
+
+def _other_model(storage: str) -> None:
+    open_session(micro.build(tied=False), storage).resume()
+
+
+def test_i7_a_store_of_another_model_is_refused_naming_the_first_difference(
+    killed: str, tmp_path: Path
+) -> None:
+    before = sorted(str(path) for path in Path(killed).rglob("*"))
+    with pytest.raises(RankFailedError, match=r"StoreMismatchError.*lm_head"):
+        run_ranks(2, tmp_path, _other_model, killed)
+    assert sorted(str(path) for path in Path(killed).rglob("*")) == before
+
+
+def test_i7_a_store_without_commits_never_starts_from_zero(killed: str, tmp_path: Path) -> None:
+    for commit in Path(killed, "run/layercheck/events").glob("*/commit.parquet"):
+        commit.unlink()
+    with pytest.raises(RankFailedError, match=r"NoPlanError.*embed_tokens"):
+        run_ranks(2, tmp_path, _resume_and_look, killed)

@@ -1,0 +1,102 @@
+"""What reaches the storage: the bytes of the named step (I4), of the same layers on every rank (I3)."""
+
+import json
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from tests.harness import run_ranks
+from tests.integration.ranks import train
+
+STEPS = 24
+
+
+def _train_on_slow_storage(storage: str, shadow: str) -> None:
+    """Each shard file takes several steps to write; `shadow` gets a copy of the live state of every step."""
+    import torch
+
+    from layercheck import session
+    from layercheck.persistence.storage import LocalStorage
+
+    class Slow(LocalStorage):
+        def write(self, path: str, chunks: Iterable[Any]) -> None:
+            if "/rank-" in path:
+                chunks = self._dawdle(chunks)
+            super().write(path, chunks)
+
+        def _dawdle(self, chunks: Iterable[Any]) -> Iterable[Any]:
+            for chunk in chunks:
+                time.sleep(0.15)
+                yield chunk
+
+    session.open_storage = lambda uri, run: Slow(f"{uri}/{run}/layercheck")  # type: ignore[assignment]
+
+    def keep(open_session: Any, step: int) -> None:
+        zero3 = open_session._zero3
+        state = {
+            f"{part.spec.name}/{key}": tensor.clone().numpy()
+            for parts in zero3.slices.values()
+            for part in parts
+            for key, tensor in zero3.tensors(part).items()
+        }
+        np.savez(f"{shadow}/{step}-{torch.distributed.get_rank()}.npz", **state)
+
+    train(storage, STEPS, each_step=keep, settings={"staging_bytes": 64 << 20})
+
+
+def _shards(storage: str) -> Iterable[tuple[int, int, Path]]:
+    for file in sorted(Path(storage, "run/layercheck/events").glob("*/rank-*.safetensors")):
+        yield int(file.parent.name[5:13]), int(file.name[5:10]), file
+
+
+def test_i4_a_version_holds_the_bytes_of_its_step_however_slow_the_writer_is(tmp_path: Path) -> None:
+    storage, shadow = str(tmp_path / "store"), tmp_path / "shadow"
+    shadow.mkdir()
+    run_ranks(2, tmp_path, _train_on_slow_storage, storage, str(shadow))
+    checked = 0
+    for step, rank, file in _shards(storage):
+        if step == 0:
+            continue
+        live = np.load(shadow / f"{step}-{rank}.npz")
+        with safe_open(file, "np") as shard:
+            for name in shard.keys():  # noqa: SIM118 (not a dict)
+                np.testing.assert_array_equal(shard.get_tensor(name), live[name], err_msg=f"{file} {name}")
+                checked += 1
+    assert checked > 100
+
+
+def test_i3_all_ranks_choose_the_same_layers_at_the_same_steps(tmp_path: Path) -> None:
+    storage = str(tmp_path / "store")
+    run_ranks(3, tmp_path, train, storage, 40)
+    chosen: dict[int, dict[int, tuple[str, ...]]] = {}
+    for step, rank, file in _shards(storage):
+        with safe_open(file, "np") as shard:
+            metadata = shard.metadata()
+        layers = {json.loads(text)["layer"] for name, text in metadata.items() if name != "layercheck"}
+        chosen.setdefault(step, {})[rank] = tuple(sorted(layers))
+    partial_events = 0
+    for step, by_rank in chosen.items():
+        assert set(by_rank) == {0, 1, 2}, f"step {step}"
+        assert len(set(by_rank.values())) == 1, f"step {step}: {by_rank}"
+        partial_events += len(by_rank[0]) < 5
+    assert partial_events >= 3
+
+
+def test_each_version_of_a_moving_layer_differs_from_the_one_before(tmp_path: Path) -> None:
+    storage = str(tmp_path / "store")
+    run_ranks(2, tmp_path, partial(train, seed=1), storage, STEPS)
+    last: dict[str, bytes] = {}
+    for _, rank, file in _shards(storage):
+        if rank:
+            continue
+        with safe_open(file, "np") as shard:
+            for name in shard.keys():  # noqa: SIM118 (not a dict)
+                if name.endswith("/fp32"):
+                    content = shard.get_tensor(name).tobytes()
+                    assert content != last.get(name), name
+                    last[name] = content

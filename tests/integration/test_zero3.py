@@ -1,0 +1,115 @@
+"""The DeepSpeed side: groups by layer, slices without padding, drift of the realised update."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import micro
+from tests.harness import RankFailedError, run_ranks
+
+
+def _drift_against_exact(norm: str) -> list[tuple[float, float]]:
+    import torch
+
+    from layercheck.config import DriftConfig
+    from layercheck.tracking.drift import DriftMeter, RankNotices
+    from layercheck.zero3 import MASTER, Zero3Engine
+
+    engine = micro.build()
+    zero3 = Zero3Engine(engine)
+    for group in zero3.sub_groups:
+        _poison_padding(zero3, group)
+    meter = DriftMeter(zero3, DriftConfig(norm=norm))
+    pairs = []
+    for step in (1, 2):
+        before = {
+            name: torch.cat([zero3.tensors(part)[MASTER].clone() for part in parts])
+            for name, parts in zero3.slices.items()
+        }
+        micro.train_step(engine, step)
+        report = meter.reduce(step, RankNotices())
+        for layer in zero3.layer_map.layers:
+            after = torch.cat([zero3.tensors(part)[MASTER] for part in zero3.slices[layer.name]])
+            moved = (after - before[layer.name]).double()
+            order = 1 if norm in ("mean_abs", "rel_l1") else 2
+            sums = torch.stack([moved.abs().pow(order).sum(), after.double().abs().pow(order).sum()])
+            torch.distributed.all_reduce(sums)
+            scale = sums[1].item() if norm.startswith("rel_") else layer.numel
+            pairs.append((report.delta[layer.name], (sums[0].item() / scale) ** (1 / order)))
+    return pairs
+
+
+def _poison_padding(zero3: Any, group: Any) -> None:
+    """What a partition holds behind its real elements is nobody's: make it loud."""
+    real = {i for begin, length in group.segments for i in range(begin, begin + length)}
+    for i in range(group.flat.numel()):
+        if i not in real:
+            group.flat[i] = float("nan")
+
+
+@pytest.mark.parametrize("norm", ["mean_abs", "rms", "rel_l2", "rel_l1"])
+def test_drift_is_the_norm_of_the_realised_update_and_ignores_nan_in_the_padding(
+    tmp_path: Path, norm: str
+) -> None:
+    for pairs in run_ranks(5 if norm == "mean_abs" else 2, tmp_path, _drift_against_exact, norm):
+        for measured, exact in pairs:
+            assert measured == pytest.approx(exact, rel=1e-6)
+
+
+def _slices() -> list[tuple[str, int, int, int]]:
+    from layercheck.zero3 import Zero3Engine
+
+    zero3 = Zero3Engine(micro.build(sub_group_size=300))
+    return [
+        (part.spec.name, part.offset, part.numel, part.spec.numel)
+        for parts in zero3.slices.values()
+        for part in parts
+    ]
+
+
+@pytest.mark.parametrize("world_size", [3, 5])
+def test_fragments_of_every_parameter_tile_it_exactly(tmp_path: Path, world_size: int) -> None:
+    from layercheck.recovery.fetch import part_of
+
+    per_rank = run_ranks(world_size, tmp_path, _slices)
+    for pieces in zip(*per_rank, strict=True):
+        position = 0
+        for rank, (name, offset, count, numel) in enumerate(pieces):
+            assert (offset, count) == part_of(numel, rank, world_size), name
+            assert offset == min(position, numel)
+            position += count
+        assert position == pieces[0][3]
+
+
+def _stock_groups() -> None:
+    from layercheck.zero3 import Zero3Engine
+
+    Zero3Engine(micro.build(groups="stock", sub_group_size=10**9))
+
+
+def test_groups_that_mix_layers_are_refused_naming_two_of_them(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"mixes the layers embed_tokens and layers\.0"):
+        run_ranks(2, tmp_path, _stock_groups)
+
+
+def _skipped_step() -> dict[str, float]:
+    from layercheck.config import DriftConfig
+    from layercheck.tracking.drift import DriftMeter, RankNotices
+    from layercheck.zero3 import Zero3Engine
+
+    engine = micro.build()
+    zero3 = Zero3Engine(engine)
+    meter = DriftMeter(zero3, DriftConfig())
+    weight = next(engine.module.parameters())
+    handle = weight.register_hook(lambda grad: grad * float("inf"))
+    micro.train_step(engine, 1)
+    handle.remove()
+    assert zero3.skipped == 1
+    assert zero3.step == 1
+    return meter.reduce(1, RankNotices()).delta
+
+
+def test_a_skipped_step_adds_no_drift(tmp_path: Path) -> None:
+    for delta in run_ranks(2, tmp_path, _skipped_step):
+        assert set(delta.values()) == {0.0}
