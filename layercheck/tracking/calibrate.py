@@ -71,16 +71,21 @@ def calibrate_k0(
     return high
 
 
-def failure_factor(gaps: tuple[int, ...], interval: float) -> float:
+def failure_factor(gaps: tuple[int, ...], interval: float, running: int = 0) -> float:
     """What K is multiplied by when failures outrun the mean interval: min(1, m / (4 x interval)).
 
+    m is the mean number of steps between failures. Steps run since the last one count too (the estimate of a
+    mean time between failures from censored data): a single early failure lowers K only until the attempt
+    has run long enough to show that it was an exception.
+
     Args:
-        gaps: steps run between the last failures, oldest first; empty for a run without a failure.
+        gaps: steps run before each of the last failures, oldest first; empty for a run without a failure.
         interval: mean persist interval in steps at factor 1.
+        running: steps run since the last failure.
     """
     if not gaps:
         return 1.0
-    mean_gap = sum(gaps) / len(gaps)
+    mean_gap = (sum(gaps) + running) / len(gaps)
     return max(_MIN_FACTOR, min(1.0, mean_gap / (4 * interval)))
 
 

@@ -20,7 +20,7 @@ from layercheck.tracking.calibrate import (
     find_k0,
     find_lr_ref,
 )
-from layercheck.tracking.policy import LayerFacts, PolicyFacts
+from layercheck.tracking.policy import LayerFacts, PolicyFacts, threshold
 from layercheck.tracking.versions import LayerState, Versions, first_staggers
 
 _FIRST_MARGIN = 5
@@ -118,8 +118,7 @@ class Ledger:
         self._calibrate(self.began)
         gap = max(1, plan.t_fail - int(state.get("began", 0)))
         self.gaps = (*state.get("gaps", ()), gap)[-_FAILURES_KEPT:]
-        if self.config.failure_aware:
-            self.k_factor = failure_factor(self.gaps, self._interval())
+        self._adapt_to_failures(self.began)
 
     def to_state(self) -> dict[str, Any]:
         """JSON values that ride in `trainer_state["layercheck"]`; `resumed` reads them.
@@ -158,6 +157,7 @@ class Ledger:
         if report.step > self._observed_step:
             self._observed_step = report.step
             self._add_drift(report)
+            self._adapt_to_failures(report.step)
         return LedgerEvents(committed=committed, lost=lost)
 
     def non_finite(self, report: DriftReport) -> str | None:
@@ -220,6 +220,11 @@ class Ledger:
     def drift(self) -> dict[str, float]:
         """Trainable layer -> accumulated drift D since its newest version, committed or in flight."""
         return {name: self.versions.layers[name].drift for name in self._names}
+
+    def thresholds(self, step: int, lr: float) -> dict[str, float | None]:
+        """Trainable layer -> K_l at this step and rate; None until K0 is calibrated."""
+        facts = self.facts(step, lr)
+        return {layer.name: threshold(layer, facts, self.config) for layer in facts.layers}
 
     def ages(self, step: int) -> dict[str, int]:
         """Trainable layer -> steps since its newest *committed* version."""
@@ -285,6 +290,10 @@ class Ledger:
         self.lr_ref = find_lr_ref(self.meter, self.config, self.lr_ref or self.initial_lr)
         if self.lr_ref is not None:
             self.k0 = find_k0(self.meter, self.config, self.layer_map.trainable, self.lr_ref)
+
+    def _adapt_to_failures(self, step: int) -> None:
+        if self.config.failure_aware and self.gaps:
+            self.k_factor = failure_factor(self.gaps, self._interval(), step - self.began)
 
     def _interval(self) -> float:
         if self.k0 is None or self.lr_ref is None:

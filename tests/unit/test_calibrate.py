@@ -131,3 +131,9 @@ def test_observations_ride_in_json_but_not_to_another_norm():
 )
 def test_thresholds_fall_when_failures_outrun_the_mean_interval(gaps: tuple[int, ...], factor: float):
     assert failure_factor(gaps, 100.0) == pytest.approx(factor)
+
+
+def test_steps_without_a_failure_raise_the_thresholds_again():
+    assert failure_factor((20, 80), 100.0, running=0) == pytest.approx(0.125)
+    assert failure_factor((20, 80), 100.0, running=300) == pytest.approx(0.5)
+    assert failure_factor((20, 80), 100.0, running=10_000) == 1.0

@@ -219,6 +219,25 @@ def test_first_writes_after_a_full_event_are_spread_and_the_next_are_not():
     assert layer_facts(ledger, "layers.0").stagger == staggers[1]
 
 
+def test_thresholds_are_those_of_the_policy_and_unknown_before_the_calibration():
+    assert set(Ledger.fresh(MAP, CONFIG).thresholds(1, 1e-4).values()) == {None}
+    ledger = started()
+    assert ledger.thresholds(4, 1e-4)["lm_head"] == pytest.approx(
+        ledger.k0 * layer_facts(ledger, "lm_head").stagger
+    )
+
+
+def test_i10_a_full_event_outside_the_schedule_leaves_every_layer_fresh():
+    ledger = started()
+    ledger.select(chosen(4, "layers.0"))
+    ledger.observe(report(5, committed=5))
+    ledger.saved_now(5)
+    assert ledger.max_age(5) == 0
+    assert set(ledger.drift.values()) == {0.0}
+    assert ledger.facts(5, 1e-4).event_taken
+    assert ledger.to_state()["newest_full"] == 5
+
+
 def test_k0_is_calibrated_once_from_the_second_half_of_the_warm_up():
     """Steps 3 and 4 move 2, steps 1 and 2 moved 50: a target of 10 steps gives K0 near 20."""
     ledger = Ledger.fresh(MAP, config(warmup_steps=4, warmup_full_every=2, s_max=4000, target_interval=10))
@@ -340,6 +359,17 @@ def test_failures_that_outrun_the_interval_lower_k_and_the_factor_is_carried():
     assert second.k_factor == pytest.approx(30 / 60, rel=1e-6)
     assert second.to_state()["k_factor"] == second.k_factor
     assert Ledger.resumed(MAP, failing_run(failure_aware=False).config, plan(run, 60)).k_factor == 1.0
+
+
+def test_one_early_failure_does_not_lower_k_for_ever():
+    run = failing_run(last=12)
+    run.ledger = Ledger.resumed(MAP, run.config, plan(run, 12))
+    run.run(13, 20)
+    assert run.ledger.k_factor == pytest.approx(20 / 60, rel=1e-6)
+    run.run(21, 45)
+    assert run.ledger.k_factor == pytest.approx(45 / 60, rel=1e-6)
+    run.run(46, 70)
+    assert run.ledger.k_factor == 1.0
 
 
 def test_observations_made_before_a_failure_in_the_warm_up_count_after_it():

@@ -288,10 +288,22 @@ def test_the_weighted_age_stays_level_because_writes_are_spread(run: SimulatedRu
     assert max(ages) <= 1.5 * sum(ages) / len(ages)
 
 
-def test_layers_do_not_all_come_due_together_after_the_base(run: SimulatedRun):
-    first_writes = {write.layer: one.step for one in reversed(run.selective()) for write in one.writes}
-    blocks = sorted(step for name, step in first_writes.items() if name.startswith("layers."))
+def test_layers_of_equal_drift_do_not_come_due_together_after_the_base():
+    run = SimulatedRun(transformer(28), config(), lambda step, name: 3e-5).run(0, 330)
+    first = {write.layer: one.step for one in reversed(run.selective()) for write in one.writes}
+    blocks = [first[f"layers.{index}"] for index in range(28)]
+    assert blocks == sorted(blocks)
     assert blocks[-1] - blocks[0] > run.config.target_interval / 2
+    assert len(set(blocks)) > 20
+
+
+def test_a_lost_base_is_written_again_and_selection_goes_on():
+    short = config(warmup_steps=20, warmup_full_every=10, target_interval=10)
+    run = SimulatedRun(transformer(4), short, lambda step, name: 3e-5, loses=lambda step: step == 20)
+    run.run(0, 60)
+    full = [one.step for one in run.decisions if one.writes and one.writes[0].reason == "full"]
+    assert full == [0, 10, 20, 21]
+    assert len(run.selective()) > 10
 
 
 @pytest.mark.parametrize("mode", ["round_robin", "random"])

@@ -1,0 +1,21 @@
+"""No protection: the same loop with an object that saves nothing."""
+
+from layercheck.manifest import ResumePoint, StepReport, TrainerState
+
+
+class NoSession:
+    """The calls of a LayerCheck session, none of which does anything."""
+
+    def resume(self) -> ResumePoint:
+        """Always a fresh run."""
+        return ResumePoint(step=1)
+
+    def after_step(self, step: int, trainer_state: TrainerState | None = None) -> StepReport:
+        """Nothing is written; ages mean nothing."""
+        return StepReport(step)
+
+    def save_now(self, trainer_state: TrainerState | None = None) -> None:
+        """Nothing is written."""
+
+    def close(self, how: str = "completed") -> None:
+        """Nothing is open."""

@@ -1,0 +1,273 @@
+"""The settings of a training run: one complete, frozen, checked value. Unknown keys are errors."""
+
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from layercheck.config import LayerCheckConfig, describe
+from layercheck.errors import ConfigError
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class RunConfig(Section):
+    """Which run this is and where it is stored."""
+
+    name: str = "run"
+    storage: str = "runs"
+    """Local folder or URI that every worker and the coordinator see; the run is `<storage>/<name>/`."""
+    seed: int = Field(0, ge=0)
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, value: str) -> str:
+        # The name becomes a folder, an actor name and a part of URIs.
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+            raise ValueError(f"run.name={value!r} may hold letters, digits, '.', '_' and '-' only")
+        return value
+
+    @property
+    def folder(self) -> str:
+        """The folder of the run; absolute or a URI, since workers have other working folders."""
+        return f"{self.storage_root}/{self.name}"
+
+    @property
+    def storage_root(self) -> str:
+        """`storage` as an absolute path or a URI without a slash at its end."""
+        storage = self.storage.removeprefix("file://")
+        return storage.rstrip("/") if "://" in storage else str(Path(storage).expanduser().absolute())
+
+
+class ModelConfig(Section):
+    """A pretrained model (`path`) or a fresh one (`config`), and its tokenizer."""
+
+    path: str | None = None
+    """Local folder or hub id."""
+    config: dict[str, Any] | None = None
+    """Keys of a Hugging Face `config.json`; needs `model_type`. `vocab_size` follows the tokenizer."""
+    tokenizer: str | None = None
+    """`bundled`, a folder or a hub id. Default: that of `path`, else `bundled`."""
+    vocab_size: int = Field(2048, ge=300)
+    """Size of the bundled tokenizer."""
+    dropout: float | None = Field(None, ge=0, lt=1)
+    gradient_checkpointing: bool = False
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give exactly one of model.path (pretrained) and model.config (fresh model)")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError(f"model.config={self.config!r} needs the key model_type, such as qwen2")
+        return self
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Where the tokenizer comes from."""
+        return self.tokenizer or self.path or "bundled"
+
+
+class DataConfig(Section):
+    """What to train on."""
+
+    source: str = "bundled"
+    """`bundled` (the language reference of this Python), a `.jsonl` or `.parquet` file, or a hub id."""
+    schema_: Literal["auto", "openthoughts", "medqa"] = Field("auto", alias="schema")
+    split: str = "train"
+    seq_len: int = Field(1024, ge=8)
+    packing: bool = True
+    max_rows: int | None = Field(None, ge=1)
+    cache: str | None = None
+    """Folder for the tokenised data, seen by all ranks. Default: `<storage>/<run>/data`."""
+    wait_s: float = Field(1800, gt=0)
+    """How long ranks wait for rank 0 to tokenise."""
+
+
+class TrainConfig(Section):
+    """Optimisation. A step is an optimizer step; sizes are sequences."""
+
+    steps: int | None = Field(None, ge=1)
+    epochs: float | None = Field(None, gt=0)
+    global_batch: int = Field(96, ge=1)
+    micro_batch: int = Field(1, ge=1)
+    lr: float = Field(1e-5, gt=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    lr_warmup_steps: int | None = Field(None, ge=0)
+    warmup_ratio: float | None = Field(None, ge=0, lt=1)
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    weight_decay: float = Field(0.01, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    clip: float = Field(1.0, ge=0)
+    """Largest gradient norm; 0 means no clipping."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    deepspeed: dict[str, Any] = {}
+    """More DeepSpeed keys (`zero_optimization: {sub_group_size: ...}`), laid over those of the app."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(f"give exactly one of train.steps={self.steps} and train.epochs={self.epochs}")
+        if self.lr_warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError(
+                f"give train.lr_warmup_steps={self.lr_warmup_steps} or "
+                f"train.warmup_ratio={self.warmup_ratio}, not both"
+            )
+        return self
+
+    def total_steps(self, num_sequences: int) -> int:
+        """Number of the last step."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return max(1, int(self.epochs * num_sequences) // self.global_batch)
+
+    def accumulation(self, world_size: int) -> int:
+        """Micro-batches per step and rank.
+
+        Raises:
+            ConfigError: the global batch cannot be kept at this world size; lists the sizes that work.
+        """
+        if self.global_batch % (world_size * self.micro_batch):
+            most = self.global_batch // self.micro_batch
+            works = [n for n in range(1, most + 1) if self.global_batch % (n * self.micro_batch) == 0]
+            raise ConfigError(
+                f"train.global_batch={self.global_batch} cannot be split over {world_size} workers in "
+                f"micro-batches of {self.micro_batch}; cluster.workers may be {works or 'none'}: "
+                "change it, train.micro_batch or train.global_batch",
+                works=works,
+            )
+        return self.global_batch // (world_size * self.micro_batch)
+
+
+class CheckpointConfig(Section):
+    """How the run is protected. `method: none` runs the same loop with no session."""
+
+    method: Literal["layercheck", "none"] = "layercheck"
+    settings: LayerCheckConfig = LayerCheckConfig()
+
+
+class ClusterConfig(Section):
+    """What Ray Train gets."""
+
+    workers: int = Field(2, ge=1)
+    cpus_per_worker: float = Field(1, gt=0)
+    gpus_per_worker: float = Field(0, ge=0)
+    max_failures: int = Field(3, ge=-1)
+    """Restarts of the worker group; -1 means no limit."""
+    backend: Literal["gloo", "nccl"] | None = None
+    """Default: nccl with GPUs, else gloo."""
+    health_check_s: float = Field(0.3, gt=0)
+
+    @property
+    def process_group(self) -> str:
+        """Backend of torch.distributed."""
+        return self.backend or ("nccl" if self.gpus_per_worker else "gloo")
+
+
+class FaultsConfig(Section):
+    """Kills to inject, for tests and demonstrations: `[{rank, step, times}]`."""
+
+    kill: tuple[dict[str, int], ...] = ()
+
+
+class Config(Section):
+    """All settings of one run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    train: TrainConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    faults: FaultsConfig = FaultsConfig()
+    report_every_s: float = Field(5, gt=0)
+    """Seconds between progress lines and reports to Ray (each one waits for all ranks)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.train.accumulation(self.cluster.workers)
+        for kill in self.faults.kill:
+            if kill.get("rank", 0) >= self.cluster.workers:
+                raise ValueError(
+                    f"faults.kill={kill!r}: with cluster.workers={self.cluster.workers} no such rank"
+                )
+        if self.data.cache is None and "://" in self.run.folder:
+            raise ValueError(
+                f"run.storage={self.run.storage!r} is not a local folder: set data.cache to a folder that "
+                "all ranks see (tokenised data is memory-mapped)"
+            )
+        return self
+
+    @property
+    def data_folder(self) -> Path:
+        """Where tokenised data and the bundled tokenizer lie."""
+        return Path(self.data.cache) if self.data.cache else Path(self.run.folder) / "data"
+
+    def resolved(self) -> dict[str, Any]:
+        """Every setting as JSON values, defaults filled in."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def load_config(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Reads a configuration.
+
+    Args:
+        name: a YAML file, or the name of one in `app/configs/` (`tiny`).
+        overrides: `key.path=value`, values read as YAML; the last one wins.
+
+    Raises:
+        ConfigError: the file, a key or a value is wrong; names it.
+    """
+    settings = _read_yaml(name)
+    for item in overrides:
+        set_key(settings, item)
+    return parse(settings, name)
+
+
+def parse(settings: dict[str, Any], what: str = "configuration") -> Config:
+    """The checked configuration of a nested dict."""
+    try:
+        return Config.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError(describe(error, what)) from None
+
+
+def set_key(settings: dict[str, Any], item: str) -> None:
+    """Applies one `key.path=value` to nested dicts."""
+    path, equals, text = item.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"--set {item!r} must look like train.steps=50")
+    *parents, last = path.split(".")
+    place: Any = settings
+    for key in parents:
+        place = place.setdefault(key, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"--set {item!r}: {key!r} is {place!r}, not a section")
+    try:
+        place[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {item!r}: the value is not YAML ({error})") from None
+
+
+def _read_yaml(name: str) -> dict[str, Any]:
+    path = Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+        raise ConfigError(f"no configuration {name!r} ({path}); known names: {known}", path=str(path))
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}", path=str(path)) from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} must hold sections such as run, model and train", path=str(path))
+    return settings

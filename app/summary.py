@@ -1,0 +1,130 @@
+"""`summary.json`: what a run did, what protected it, what failed, in numbers."""
+
+import json
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from app.config import Config
+from app.records import Attempt, StepRow, Write, read_attempts, read_steps, read_writes
+from app.runfiles import RunFiles
+from app.timeline import happenings, phases
+from app.train_result import TrainResult
+
+_RECEIPT_KEYS = (
+    "attempt", "mode", "t_fail", "t_fail_source", "resume_step", "max_age", "weighted_age", "lost_steps",
+    "detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the driver knows of its own submission."""
+
+    submission: str
+    result: TrainResult
+    wall_s: float
+    injected: list[dict[str, int]]
+
+
+def write_summary(config: Config, observed: Observed) -> dict[str, Any]:
+    """Builds the summary from storage, writes `<run>/summary.json` and returns it."""
+    files = RunFiles(config.run.folder)
+    attempts, steps, writes = read_attempts(files), read_steps(files), read_writes(files)
+    resumed = [_resumed(files, attempt) for attempt in attempts if attempt.receipt]
+    summary = {
+        "run": config.run.name,
+        "status": observed.result.status,
+        "config": config.resolved(),
+        "world_size": attempts[-1].world_size if attempts else config.cluster.workers,
+        **_progress(observed, attempts, steps),
+        "attempts": len(attempts) or 1 + _failed_groups(files, observed.submission),
+        "failures": _failures(attempts, observed) if attempts else _failed_groups(files, observed.submission),
+        "injected": observed.injected,
+        "resumed": resumed,
+        **_writes(writes),
+        **_seconds(observed, attempts, steps),
+    }
+    files.write("summary.json", json.dumps(summary, indent=2).encode())
+    return summary
+
+
+def _resumed(files: RunFiles, attempt: Attempt) -> dict[str, Any]:
+    assert attempt.receipt is not None
+    found = {key: attempt.receipt.get(key) for key in _RECEIPT_KEYS}
+    kills = [files.modified_s(path) for path in files.paths("faults")]
+    detect_s, reschedule_s = phases(kills, happenings(files), attempt.began_s)
+    found["detect_s"] = detect_s if found["detect_s"] is None else found["detect_s"]
+    found["reschedule_s"] = reschedule_s if found["reschedule_s"] is None else found["reschedule_s"]
+    return {**found, "ages": {layer["name"]: layer["age"] for layer in attempt.receipt["layers"]}}
+
+
+def _progress(observed: Observed, attempts: list[Attempt], steps: list[StepRow]) -> dict[str, Any]:
+    result = observed.result
+    last = steps[-1] if steps else None
+    final_loss = result.final_loss if result.final_loss is not None or last is None else last.loss
+    reached = max([result.steps, *(attempt.r_b for attempt in attempts), last.step if last else 0])
+    return {"steps": reached, "final_loss": final_loss}
+
+
+def _failures(attempts: list[Attempt], observed: Observed) -> int:
+    """Attempts that were cut off. The newest counts only if this submission ended without success."""
+    past = [attempt for attempt in attempts[:-1] if attempt.ended not in ("completed", "fenced")]
+    return len(past) + (observed.result.status == "failed")
+
+
+def _failed_groups(files: RunFiles, submission: str) -> int:
+    return sum(e.what == "failed" and e.submission == submission for e in happenings(files))
+
+
+def _writes(writes: list[Write]) -> dict[str, Any]:
+    return {
+        "bytes_written": sum(write.nbytes for write in writes),
+        "events": len({write.event for write in writes}),
+        "layer_writes": len(writes),
+        "layer_writes_by_reason": dict(Counter(write.reason for write in writes)),
+    }
+
+
+def _seconds(observed: Observed, attempts: list[Attempt], steps: list[StepRow]) -> dict[str, Any]:
+    """ETTR counts this submission alone: nobody was at work between two of them."""
+    mine = [attempt for attempt in attempts if attempt.submission == observed.submission]
+    before = mine[0].r_b if mine else 0
+    numbers = {attempt.number for attempt in mine}
+    step_s = [row.step_s for row in steps if row.attempt in numbers]
+    median_s = statistics.median(step_s) if step_s else observed.result.step_s
+    kept = max(0, max([observed.result.steps, *(row.step for row in steps)]) - before)
+    useful_s = (median_s or 0.0) * kept
+    return {
+        "stall_s": sum(row.stall_s for row in steps),
+        "train_s": sum(row.step_s for row in steps) if steps else useful_s,
+        "wall_s": observed.wall_s,
+        "ettr": min(1.0, useful_s / observed.wall_s) if observed.wall_s > 0 else 0.0,
+    }
+
+
+def describe_summary(summary: dict[str, Any]) -> str:
+    """The line for a person at the end of a run."""
+    loss = "unknown" if summary["final_loss"] is None else f"{summary['final_loss']:.4f}"
+    return (
+        f"run {summary['run']} {summary['status']}: step {summary['steps']}, final loss {loss}, "
+        f"{summary['failures']} failures, {summary['layer_writes']} layer writes "
+        f"({summary['bytes_written'] / 1e6:.1f} MB) {summary['layer_writes_by_reason']}, "
+        f"stall {summary['stall_s']:.2f} s of {summary['train_s']:.1f} s, ETTR {summary['ettr']:.3f}"
+    )
+
+
+def describe_resumed(resumed: dict[str, Any]) -> str:
+    """One recovery for a person."""
+    seconds = ", ".join(
+        f"{key.removesuffix('_s')} {resumed[key]:.2f} s"
+        for key in ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s")
+        if resumed[key] is not None
+    )
+    return (
+        f"recovery (attempt {resumed['attempt']}, {resumed['mode']}): t_fail {resumed['t_fail']} "
+        f"({resumed['t_fail_source']}), resume step {resumed['resume_step']}, max age {resumed['max_age']}, "
+        f"weighted age {resumed['weighted_age']:.2f}, lost steps {resumed['lost_steps']:.2f}; {seconds}\n"
+        f"  ages {resumed['ages']}"
+    )

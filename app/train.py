@@ -1,0 +1,223 @@
+"""The entry of the training application: checks, Ray, the worker group, the summary."""
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2.api.exceptions import TrainingFailedError
+
+from app.config import Config, load_config, parse
+from app.runfiles import RunFiles
+from app.sources import check_source
+from app.summary import Observed, describe_resumed, describe_summary, write_summary
+from app.timeline import FailureNotes, note
+from app.train_result import TrainResult
+from cluster.client import connect
+from cluster.coordinator import start_coordinator
+from cluster.faults import FaultPlan
+from cluster.locks import prepare_extensions
+from layercheck.errors import ConfigError, LayerCheckError
+
+EXIT_CODES = {"completed": 0, "failed": 1, "refused": 1, "fenced": 3}
+_USAGE = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trains a run; returns the exit code: 0 completed, 1 failed or refused, 2 usage, 3 taken over."""
+    args = _parser().parse_args(arguments)
+    overrides = list(args.set)
+    overrides += [f"run.name={args.run_name}"] if args.run_name else []
+    overrides += [f"run.storage={args.storage}"] if args.storage else []
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        config = load_config(args.config, overrides)
+        check_input(config)
+        with ray_cluster():
+            check_cluster(config)
+            return _run(config, takeover=args.takeover)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _USAGE
+    except LayerCheckError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CODES["refused"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m app", description="Train a run, or continue it.")
+    parser.add_argument("--config", required=True, help="name in app/configs, or a YAML file")
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="key.path=value")
+    parser.add_argument("--run-name", help="same as --set run.name=...; the same name continues a run")
+    parser.add_argument("--storage", help="same as --set run.storage=...")
+    parser.add_argument("--takeover", action="store_true", help="fence off another live submission")
+    return parser
+
+
+# ---------------------------------------------------------------- checks before anything starts
+
+
+def check_input(config: Config) -> None:
+    """Finds what would fail on the workers: an unwritable storage, wrong data, wrong faults.
+
+    Raises:
+        LayerCheckError: names the setting to change.
+    """
+    check_source(config.data)
+    _fault_plan(config)
+    RunFiles(config.run.folder).check_writable()
+
+
+def check_cluster(config: Config) -> None:
+    """Ray would wait without a word for workers that can never be placed.
+
+    Raises:
+        ConfigError: the whole cluster has too few CPUs or GPUs.
+    """
+    cluster, total = config.cluster, ray.cluster_resources()
+    for kind, each in (("CPU", cluster.cpus_per_worker), ("GPU", cluster.gpus_per_worker)):
+        need, have = cluster.workers * each, total.get(kind, 0.0)
+        if need > have:
+            raise ConfigError(
+                f"cluster.workers={cluster.workers} with {each:g} {kind}s each need {need:g}, the cluster "
+                f"has {have:g}: lower cluster.workers or {kind.lower()}s_per_worker, or add nodes",
+                need=need,
+                have=have,
+            )
+
+
+@contextmanager
+def ray_cluster() -> Iterator[None]:
+    """Joins the cluster of RAY_ADDRESS; without one starts a private cluster and joins no other."""
+    address = os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {"namespace": "layercheck"}
+    # An own folder: Ray's default one tells other programs of this machine which cluster to join.
+    folder = None if address else tempfile.mkdtemp(prefix="lc-", dir="/tmp")
+    if folder is not None:
+        options |= {"include_dashboard": False, "_temp_dir": folder}
+    ray.init(address=address or "local", **options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- the driver
+
+
+def _run(config: Config, *, takeover: bool) -> int:
+    submission = uuid.uuid4().hex
+    started = time.monotonic()
+    result = _fit(config, submission, takeover)
+    observed = Observed(submission, result, time.monotonic() - started, _fault_plan(config).injected())
+    if result.status in ("refused", "fenced"):
+        # Another submission owns the run, or nothing was trained: its summary is not ours to write.
+        print(f"{result.status}: {result.message}", file=sys.stderr)
+        return EXIT_CODES[result.status]
+    summary = write_summary(config, observed)
+    for resumed in summary["resumed"]:
+        print(describe_resumed(resumed))
+    if result.message:
+        print(f"error: {result.message}", file=sys.stderr)
+    print(describe_summary(summary), flush=True)
+    return EXIT_CODES[result.status]
+
+
+def _fit(config: Config, submission: str, takeover: bool) -> TrainResult:
+    cluster = config.cluster
+    # Ray hands these variables on to its controller and workers.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(cluster.health_check_s))
+    if config.checkpoint.method == "layercheck":
+        start_coordinator(config.run.name, config.run.storage_root, config.checkpoint.settings)
+    resources = {"CPU": cluster.cpus_per_worker}
+    if cluster.gpus_per_worker:
+        resources["GPU"] = cluster.gpus_per_worker
+    trainer = TorchTrainer(
+        worker,
+        train_loop_config={"config": config.resolved(), "submission": submission, "takeover": takeover},
+        torch_config=TorchConfig(backend=cluster.process_group),
+        scaling_config=ScalingConfig(
+            num_workers=cluster.workers,
+            use_gpu=cluster.gpus_per_worker > 0,
+            resources_per_worker=resources,
+        ),
+        run_config=RunConfig(
+            # Ray reads the state that it finds under a name it knows, and dies if that was cut off.
+            name=f"{config.run.name}-{submission[:12]}",
+            storage_path=f"{config.run.folder}/ray",
+            failure_config=FailureConfig(max_failures=cluster.max_failures),
+            callbacks=[FailureNotes(config.run.folder, submission)],
+        ),
+    )
+    try:
+        returned = trainer.fit().return_value
+    except TrainingFailedError as error:
+        return TrainResult("failed", message=str(error))
+    return TrainResult(**returned)
+
+
+def _fault_plan(config: Config) -> FaultPlan:
+    return FaultPlan.parse(list(config.faults.kill), config.run.storage_root, config.run.name)
+
+
+# ---------------------------------------------------------------- one worker
+
+
+def worker(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The train function of Ray Train: one life of one rank.
+
+    Returns:
+        A TrainResult as a dict. An error that a restart would meet again is a result as well, since Ray
+        restarts whatever raises.
+    """
+    context = ray.train.get_context()
+    config, submission = parse(arguments["config"]), arguments["submission"]
+    rank = context.get_world_rank()
+    if rank == 0:
+        note(RunFiles(config.run.folder), "entered", submission)
+    _prepare_process(config)
+    from app.train_loop import train  # imports deepspeed, which must see the prepared extensions
+
+    coordinator = None
+    if config.checkpoint.method == "layercheck":
+        coordinator = connect(config.run.name, config.run.storage_root, config.checkpoint.settings)
+    try:
+        result = train(
+            config,
+            rank=rank,
+            world_size=context.get_world_size(),
+            coordinator=coordinator,
+            submission=submission,
+            takeover=arguments["takeover"],
+            reporter=ray.train.report,
+            faults=_fault_plan(config),
+        )
+    except LayerCheckError as error:
+        if error.retry_may_help:
+            raise
+        result = TrainResult("refused", message=str(error))
+    return asdict(result)
+
+
+def _prepare_process(config: Config) -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
+    logging.getLogger("app").setLevel(logging.INFO)
+    # DeepSpeed calls what torch has renamed, some hundred times a step.
+    warnings.filterwarnings(
+        "ignore", message=r".*`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
+    os.environ |= prepare_extensions(config.run.folder)

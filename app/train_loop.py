@@ -1,0 +1,210 @@
+"""The training loop: one for a first start, a restart after a failure, every method and every launcher."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+import layercheck
+from app.baselines.none import NoSession
+from app.config import Config
+from app.data import Dataset, from_rank_0, open_dataset
+from app.forward import answer_loss
+from app.model import build_engine, build_model, init_distributed, set_lr
+from app.order import Order, seed_everything
+from app.progress import Meter
+from app.runfiles import RunFiles
+from app.schedule import lr_at
+from app.tokens import tokenizer_files
+from app.train_result import TrainResult
+from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.errors import FencedError, NoPlanError
+from layercheck.manifest import ResumePoint, TrainerState
+
+log = logging.getLogger("app")
+Reporter = Callable[[dict[str, Any]], None]
+
+
+class Faults(Protocol):
+    """What may end this process at a named place."""
+
+    def maybe_kill(self, rank: int, step: int) -> None:
+        """Ends this process if a fault names this rank and step."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that the steps of one rank need; nothing in it changes but the engine's own state."""
+
+    config: Config
+    rank: int
+    world_size: int
+    dataset: Dataset
+    order: Order
+    engine: Any
+    total_steps: int
+    for_recovery: bool
+
+
+def train(
+    config: Config,
+    *,
+    rank: int,
+    world_size: int,
+    coordinator: CoordinatorClient | None = None,
+    submission: str | None = None,
+    takeover: bool = False,
+    reporter: Reporter | None = None,
+    faults: Faults | None = None,
+) -> TrainResult:
+    """Trains to the last step, from wherever the store says. All ranks call it; it is one collective.
+
+    Args:
+        config: the run.
+        rank: of this process.
+        world_size: number of processes.
+        coordinator: keeps the manifest; None runs it inside rank 0.
+        submission: the same for all restarts of one submission.
+        takeover: fence off another submission even if it is alive.
+        reporter: called on all ranks at the same steps, every `report_every_s`; may be a barrier.
+        faults: kills to inject.
+
+    Returns:
+        `completed`, or `fenced` when a newer attempt has taken the run over.
+    """
+    init_distributed(config)
+    job, session = _set_up(config, rank, world_size, coordinator, submission, takeover)
+    try:
+        point = session.resume()
+        _check_weights_are_there(job, point)
+        return _run_steps(job, session, point, reporter, faults)
+    except FencedError as fenced:
+        log.warning("%s", fenced)
+        session.close("fenced")
+        return TrainResult("fenced", message=str(fenced))
+
+
+def _set_up(
+    config: Config,
+    rank: int,
+    world_size: int,
+    coordinator: CoordinatorClient | None,
+    submission: str | None,
+    takeover: bool,
+) -> tuple[Job, Any]:
+    dataset = open_dataset(config, rank)
+    if rank == 0:
+        log.info("data: %d sequences of %d tokens; %s", len(dataset), dataset.seq_len, dataset.counts)
+    recovers = from_rank_0(lambda: _store_has_commits(config), rank, config.data.wait_s)
+    model = build_model(config, dataset.tokenizer, world_size, for_recovery=recovers)
+    engine = build_engine(model, config, world_size)
+    order = Order(len(dataset), config.train.global_batch, config.run.seed)
+    job = Job(
+        config, rank, world_size, dataset, order, engine, config.train.total_steps(len(dataset)), recovers
+    )
+    return job, _session(job, coordinator, submission, takeover)
+
+
+def _session(job: Job, coordinator: CoordinatorClient | None, submission: str | None, takeover: bool) -> Any:
+    config = job.config
+    if config.checkpoint.method == "none":
+        return NoSession()
+    return layercheck.attach(
+        job.engine,
+        storage=config.run.storage_root,
+        run=config.run.name,
+        config=config.checkpoint.settings,
+        coordinator=coordinator,
+        submission=submission,
+        takeover=takeover,
+        run_info={"config": config.resolved(), "tokenizer_files": tokenizer_files(job.dataset.tokenizer)},
+    )
+
+
+def _store_has_commits(config: Config) -> bool:
+    if config.checkpoint.method == "none":
+        return False
+    files = RunFiles(config.run.folder)
+    return any(files.exists(f"{event}/commit.parquet") for event in files.paths("layercheck/events"))
+
+
+def _check_weights_are_there(job: Job, point: ResumePoint) -> None:
+    # The weights of a pretrained model were left unread for a recovery. Should the run begin anew after all,
+    # it would silently train random weights.
+    if job.for_recovery and point.receipt is None and job.config.model.path is not None:
+        raise NoPlanError(
+            f"run {job.config.run.name} has commits, yet none of them counts and it would begin anew; "
+            "give another run.name or remove the store",
+            run=job.config.run.name,
+        )
+
+
+def _run_steps(
+    job: Job, session: Any, point: ResumePoint, reporter: Reporter | None, faults: Faults | None
+) -> TrainResult:
+    meter = Meter(job.config, job.total_steps)
+    state: TrainerState = dict(point.trainer_state)
+    for step in range(point.step, job.total_steps + 1):
+        meter.begin()
+        set_lr(job.engine, lr_at(step - 1 - job.engine.skipped_steps, job.total_steps, job.config.train))
+        loss, report_due = _reduced(job, _one_step(job, step), meter.report_due())
+        state = _trainer_state(job, step, loss)
+        meter.end(step, loss, session.after_step(step, state))
+        if faults is not None:
+            faults.maybe_kill(job.rank, step)
+        if report_due:
+            _report(meter, job.rank, reporter)
+    if point.step <= job.total_steps:
+        session.save_now(state)
+    session.close("completed")
+    if meter.steps:
+        _report(meter, job.rank, reporter)
+    return TrainResult("completed", job.total_steps, state.get("loss"), meter.median_step_s())
+
+
+def _trainer_state(job: Job, step: int, loss: float) -> TrainerState:
+    return {
+        "step": step,
+        "loss": loss,
+        "consumed_samples": step * job.config.train.global_batch,
+        "lr_index": step - job.engine.skipped_steps,
+    }
+
+
+def _report(meter: Meter, rank: int, reporter: Reporter | None) -> None:
+    metrics = meter.report()
+    if rank == 0:
+        log.info("%s", meter.line(metrics))
+    if reporter is not None:
+        reporter(metrics)
+
+
+def _one_step(job: Job, step: int) -> torch.Tensor:
+    """Forward, backward and the optimizer; returns this rank's part of the loss."""
+    config, engine = job.config, job.engine
+    mine = job.order.rank_indices(step, job.rank, job.world_size)
+    micro_batch = config.train.micro_batch
+    num_micro = len(mine) // micro_batch
+    num_labels = job.dataset.label_count(job.order.step_indices(step)) / (job.world_size * num_micro)
+    total = torch.zeros((), device=engine.device)
+    for micro in range(num_micro):
+        seed_everything(config.run.seed, step, job.rank, micro)
+        batch = job.dataset.batch(mine[micro * micro_batch : (micro + 1) * micro_batch])
+        loss = answer_loss(engine, batch, config.model.attention, num_labels)
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach() / num_micro
+    return total
+
+
+def _reduced(job: Job, loss: torch.Tensor, report_due: bool) -> tuple[float, bool]:
+    """The mean loss of the global batch, and rank 0's word on whether all ranks report now."""
+    pair = torch.stack([loss / job.world_size, torch.tensor(float(report_due and job.rank == 0)).to(loss)])
+    if job.world_size > 1:
+        dist.all_reduce(pair)
+    mean, due = pair.tolist()
+    return mean, bool(due)

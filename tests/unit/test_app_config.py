@@ -1,0 +1,79 @@
+from pathlib import Path
+
+import pytest
+
+from app.config import Config, load_config
+from layercheck.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", ["tiny", "quickstart"])
+def test_every_shipped_configuration_is_valid_and_survives_its_own_dump(name: str) -> None:
+    config = load_config(name)
+    assert config.run.name == name
+    assert Config.model_validate(config.resolved()) == config
+
+
+def test_overrides_are_typed_by_yaml_and_the_last_one_wins() -> None:
+    config = load_config(
+        "tiny",
+        [
+            "train.steps=5",
+            "train.steps=7",
+            "train.betas=[0.8, 0.9]",
+            "checkpoint.settings.s_max=60",
+            "faults.kill=[{rank: 1, step: 3}]",
+        ],
+    )
+    assert config.train.steps == 7
+    assert config.train.betas == (0.8, 0.9)
+    assert config.checkpoint.settings.s_max == 60
+    assert config.faults.kill == ({"rank": 1, "step": 3},)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.stepz=5", r"unknown key 'train\.stepz' \(value 5\)"),
+        ("checkpoint.settings.smax=5", r"checkpoint\.settings\.smax"),
+        ("train.lr=-1", r"train\.lr=-1"),
+        ("train.epochs=2", r"exactly one of train\.steps=90 and train\.epochs=2"),
+        ("train.warmup_ratio=0.1", r"lr_warmup_steps=5 or train\.warmup_ratio=0\.1"),
+        ("model.path=some/model", r"exactly one of model\.path"),
+        ("model.config={hidden_size: 8}", "model_type"),
+        ("cluster.workers=5", r"5 workers.*\[1, 2, 4\]"),
+        ("run.name=a/b", r"run\.name='a/b'"),
+        ("run.storage=s3://bucket/runs", r"data\.cache"),
+        ("checkpoint.settings.warmup_full_every=45", r"warmup_full_every=45"),
+        ("train.steps", "must look like"),
+        ("train.steps.more=1", "not a section"),
+        ("train.steps=[", "not YAML"),
+    ],
+)
+def test_a_wrong_setting_is_one_error_that_names_value_and_knob(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_config("tiny", [override])
+    assert not caught.value.retry_may_help
+
+
+def test_a_configuration_that_does_not_exist_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no configuration 'huge'.*quickstart.*tiny"):
+        load_config("huge")
+    with pytest.raises(ConfigError, match="absent"):
+        load_config(str(tmp_path / "absent.yaml"))
+
+
+def test_a_yaml_file_is_read_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {path: some/model}\ntrain: {epochs: 1, global_batch: 4}\n")
+    config = load_config(str(path))
+    assert config.model.tokenizer_name == "some/model"
+
+
+def test_the_run_folder_is_absolute_and_a_uri_stays_a_uri(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config("tiny").run.folder == f"{tmp_path}/runs/tiny"
+    assert load_config("tiny", [f"run.storage=file://{tmp_path}/x"]).run.folder == f"{tmp_path}/x/tiny"
+    remote = load_config("tiny", ["run.storage=s3://bucket/runs/", "data.cache=/shared"])
+    assert remote.run.folder == "s3://bucket/runs/tiny"
