@@ -61,7 +61,8 @@ class LayerCheckConfig(BaseModel):
     idle_s: float = Field(3600, gt=0)
     staging_bytes: int | None = Field(None, gt=0)
     """Host memory for copies in flight. Default: min(a quarter of free memory, this rank's full state)."""
-    write_retries: int = Field(3, ge=0)
+    write_retries: int = Field(8, ge=0)
+    """Tries after the first, with pauses from 0.2 s doubling up to 10 s: half a minute by default."""
     metrics_flush_s: float = Field(60, gt=0)
 
     @model_validator(mode="after")

@@ -38,7 +38,7 @@ from layercheck.recovery.begin import Submission, begin
 from layercheck.recovery.restore import restore
 from layercheck.tracking.drift import DriftMeter
 from layercheck.tracking.ledger import Ledger
-from layercheck.tracking.policy import decide, must_wait
+from layercheck.tracking.policy import decide
 from layercheck.tracking.run_log import RunLog
 from layercheck.zero3 import Zero3Engine
 
@@ -175,7 +175,7 @@ class Session:
         decision = decide(opened.ledger.facts(0, 0.0), self._config)
         self._save(opened, decision, {"step": 0})
         self._announce(opened, {"step": 0})
-        self._wait_for_commits(opened, 0)
+        self._wait_for_commits(opened, {"step": 0}, 0.0)
         self._meter.reset()
 
     # ------------------------------------------------------------------ after every step
@@ -211,7 +211,7 @@ class Session:
         nbytes = self._save(opened, decision, state)
         self._announce(opened, state)
         if decision.must_wait:
-            self._wait_for_commits(opened, step)
+            self._wait_for_commits(opened, state, report.lr)
         finished = time.monotonic()
         result = StepReport(
             step=step,
@@ -276,17 +276,20 @@ class Session:
             state = {**state, "layercheck": opened.ledger.to_state()}
             opened.link.post(state["step"], state, opened.ledger.drift)
 
-    def _wait_for_commits(self, opened: Attempt, step: int) -> None:
+    def _wait_for_commits(self, opened: Attempt, state: TrainerState, lr: float) -> None:
         """Blocks all ranks while a layer is at its limit (I1); the repeated all-reduce brings the commits."""
+        step = state["step"]
         deadline = time.monotonic() + self._config.storage_wait_s
-        while must_wait(opened.ledger.facts(step, 0.0), self._config):
+        while (decision := decide(opened.ledger.facts(step, lr), self._config)).must_wait:
+            # Not empty only if the event of an earlier step was lost while we waited.
+            self._save(opened, decision, state)
             if self._config.on_bound == "continue" and step > 0:
                 log.error("the age bound s_max=%d is broken at step %d", self._config.s_max, step)
                 return
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or not opened.ledger.in_flight:
                 raise AgeBoundError(
                     f"step {step}: a layer is s_max={self._config.s_max} steps old and nothing newer was "
-                    f"committed within storage_wait_s={self._config.storage_wait_s:g}",
+                    f"committed within storage_wait_s={self._config.storage_wait_s:g}, or its save was lost",
                     step=step,
                 )
             self._poll(opened, step)

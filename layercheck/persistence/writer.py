@@ -20,6 +20,7 @@ from layercheck.persistence.storage import Storage
 
 log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 10.0
 
 
 class HashedBytes:
@@ -154,7 +155,7 @@ class ShardWriter:
                     return error
                 log.warning("event %s: try %d failed: %s", snapshot.event.folder, attempt + 1, error)
             time.sleep(pause_s)
-            pause_s *= 2
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise AssertionError("unreachable")
 
     def _write(self, snapshot: Snapshot) -> None:

@@ -61,25 +61,30 @@ class RunLog:
         )
         self._last = now
         written = {write.layer: write for write in decision.writes}
+        thresholds = ledger.thresholds(report.step, report.lr)
         ages, drift = ledger.ages(report.step), ledger.drift
         for name, delta in report.delta.items():
-            self._drift.add(
-                self._drift_row(report.step, name, delta, drift[name], ages[name], written.get(name))
-            )
+            row = {
+                "step": report.step,
+                "layer": name,
+                "delta": delta,
+                "drift": drift[name],
+                "threshold": thresholds[name],
+                "age": ages[name],
+                "numel": self._numel[name],
+                "nbytes": 0,
+            }
+            self._drift.add(row | self._written(written.get(name)))
 
-    def _drift_row(
-        self, step: int, layer: str, delta: float, drift: float, age: int, write: LayerWrite | None
-    ) -> dict[str, Any]:
-        """`drift` and `age` are those at the decision; for a written layer what made it due."""
+    def _written(self, write: LayerWrite | None) -> dict[str, Any]:
+        """For a layer that was chosen: what made it due, not what is left after the choice."""
+        if write is None:
+            return {}
         return {
-            "step": step,
-            "layer": layer,
-            "delta": delta,
-            "drift": write.drift if write else drift,
-            "threshold": write.threshold if write else None,
-            "age": write.age if write else age,
-            "numel": self._numel[layer],
-            "nbytes": self._nbytes(layer) if write else 0,
+            "drift": write.drift,
+            "threshold": write.threshold,
+            "age": write.age,
+            "nbytes": self._nbytes(write.layer),
         }
 
     def close(self) -> None:

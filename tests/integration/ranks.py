@@ -1,4 +1,4 @@
-"""What the ranks of the session tests do: train, die, recover. Each function runs on every rank of a group."""
+"""What the ranks of the session tests do: train, die, recover. Each function runs on every rank."""
 
 import os
 import signal

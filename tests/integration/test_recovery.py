@@ -132,7 +132,7 @@ def test_i7_a_store_of_another_model_is_refused_naming_the_first_difference(
     killed: str, tmp_path: Path
 ) -> None:
     before = sorted(str(path) for path in Path(killed).rglob("*"))
-    with pytest.raises(RankFailedError, match="StoreMismatchError.*lm_head"):
+    with pytest.raises(RankFailedError, match=r"StoreMismatchError.*lm_head"):
         run_ranks(2, tmp_path, _other_model, killed)
     assert sorted(str(path) for path in Path(killed).rglob("*")) == before
 
