@@ -67,9 +67,8 @@ class ActorClient:
         # The coordinator may watch another submission for takeover_s; a second try beside the first would
         # only watch twice, so one try gets the whole time.
         limit_s = self._config.takeover_s + _BEGIN_MARGIN_S
-        grant: AttemptGrant = self._call(
-            "begin_attempt", token, submission, world_size, mode, takeover, limit_s=limit_s
-        )
+        args = (self._config, token, submission, world_size, mode, takeover)
+        grant: AttemptGrant = self._retry("begin_attempt", args, limit_s)
         return grant
 
     def amend(self, attempt: int, bad: tuple[BadShard, ...]) -> AttemptGrant:  # noqa: D102
@@ -99,12 +98,16 @@ class ActorClient:
     def status(self) -> dict[str, Any]:  # noqa: D102
         return dict(self._call("status"))
 
+    def note_failure(self) -> None:
+        """The driver saw the workers fail; the next attempt's `reschedule_s` counts from here."""
+        self._call("note_failure")
+
     def health(self) -> dict[str, Any]:
         """Says that the actor's process lives (pid, alive_s, config)."""
         return dict(self._retry("health", (), self._limit_s))
 
-    def _call(self, name: str, *args: Any, limit_s: float | None = None) -> Any:
-        return self._retry("call", (name, *args), limit_s or self._limit_s)
+    def _call(self, name: str, *args: Any) -> Any:
+        return self._retry("call", (name, *args), self._limit_s)
 
     def _retry(self, method: str, args: tuple[Any, ...], limit_s: float) -> Any:
         deadline = time.monotonic() + limit_s
@@ -118,11 +121,11 @@ class ActorClient:
             except (RayActorError, GetTimeoutError) as error:
                 self._handle = None
                 if time.monotonic() + pause_s > deadline:
-                    raise self._lost(args[0] if args else method, limit_s, error) from error
+                    raise self._lost_error(args[0] if method == "call" else method, limit_s, error) from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _lost(self, call: str, limit_s: float, error: Exception) -> CoordinatorLostError:
+    def _lost_error(self, call: str, limit_s: float, error: Exception) -> CoordinatorLostError:
         return CoordinatorLostError(
             f"the coordinator of run {self._run} did not answer {call} within {limit_s:g} s "
             f"({type(error).__name__})",

@@ -20,13 +20,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import LayerCheckError
+from layercheck.manifest import AttemptGrant
 
 NAMESPACE = "layercheck"
-CALLS = frozenset(name for name in vars(CoordinatorClient) if not name.startswith("_"))
+CALLS = frozenset(name for name in vars(CoordinatorClient) if not name.startswith("_")) | {"note_failure"}
 """What a client may call."""
 
 _TICK_S = 0.5
 _GRACE_S = 10.0
+_STATUS_S = 30.0
+"""Between two looks at the whole store for the metrics; it grows with the run."""
 _MAX_CALLS = 64
 """Calls at once. `begin_attempt` may watch another submission for `takeover_s`, and it can see that one move
 only if the heartbeats of that one are served meanwhile."""
@@ -35,8 +38,14 @@ only if the heartbeats of that one are served meanwhile."""
 class PlainCoordinator(CoordinatorClient, Protocol):
     """What the wrapped class offers. All of it may be called from several threads."""
 
+    def note_failure(self) -> None:
+        """The driver saw the workers fail."""
+
     def tick(self) -> None:
-        """Does what is due: journal, timeouts, collection."""
+        """Does what is due: journal, timeouts, commits, collection."""
+
+    def close(self) -> None:
+        """Journals the newest heartbeat."""
 
 
 Factory = Callable[[str, str, LayerCheckConfig], PlainCoordinator]
@@ -48,7 +57,11 @@ def plain_coordinator(run: str, storage: str, config: LayerCheckConfig) -> Plain
     from layercheck.coordination.coordinator import Coordinator
     from layercheck.persistence.storage import open_storage
 
-    return Coordinator(open_storage(storage, run), config)
+    return Coordinator(open_storage(storage, run), config, say=_say)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 - an actor's output reaches the log of the job that started it
 
 
 def normal_storage(storage: str) -> str:
@@ -89,40 +102,68 @@ def start_coordinator(
 
 
 class CoordinatorActor:
-    """What runs in the actor's process: calls go to the plain class, a thread ticks it and ends the actor."""
+    """What runs in the actor's process: calls go to the plain class, a thread ticks it and ends the actor.
+
+    The plain class is made by the first call and not by the constructor: what it raises (a storage that
+    cannot be read) then reaches the caller, while Ray would only tell him that the actor died.
+    """
 
     def __init__(self, run: str, storage: str, config: LayerCheckConfig, factory: Factory) -> None:
-        self._run = run
-        self._config = config
-        self._plain = factory(run, storage, config)
+        self._run, self._storage, self._config, self._factory = run, storage, config, factory
+        self._plain: PlainCoordinator | None = None
+        self._making = threading.Lock()
         self._started_s = self._last_beat_s = time.monotonic()
         self._completed_s: float | None = None
-        self._gauges = StatusGauges(run)
+        self._gauges = Gauges(run)
         threading.Thread(target=self._tick_for_ever, name="tick", daemon=True).start()
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """One call of the protocol."""
+    def call(self, name: str, *args: Any) -> Any:
+        """One call of the protocol, arguments in its order."""
         if name not in CALLS:
             raise AttributeError(f"a coordinator has no call {name!r}")
         if name in ("heartbeat", "begin_attempt"):
-            self._last_beat_s = time.monotonic()
-            self._completed_s = None
-        answer = getattr(self._plain, name)(*args, **kwargs)
-        if name == "end_attempt" and "completed" in (*args, *kwargs.values()):
+            self._last_beat_s, self._completed_s = time.monotonic(), None
+        answer = getattr(self._coordinator(), name)(*args)
+        if name == "end_attempt" and args[1] == "completed":
             self._completed_s = time.monotonic()
+        self._gauges.saw(name, args, answer)
         return answer
+
+    def begin_attempt(self, config: LayerCheckConfig, *args: Any) -> AttemptGrant:
+        """Grants an attempt, and from then on works by the settings of the submission that got it.
+
+        An actor may outlive a submission. It is not this call that tells it of new settings but the grant: a
+        submission that is refused must not change those of the living one. The plain class is made again
+        from storage; the new attempt has no events yet, and the same token gets the same attempt and plan.
+        """
+        grant: AttemptGrant = self.call("begin_attempt", *args)
+        if config == self._config:
+            return grant
+        with self._making:
+            self._config, self._plain = config, None
+        again: AttemptGrant = self.call("begin_attempt", *args)
+        return again
 
     def health(self) -> dict[str, Any]:
         """Answers without asking the plain class: the process lives."""
         alive_s = time.monotonic() - self._started_s
         return {"run": self._run, "pid": os.getpid(), "alive_s": alive_s, "config": self._config.model_dump()}
 
+    def _coordinator(self) -> PlainCoordinator:
+        with self._making:
+            if self._plain is None:
+                self._plain = self._factory(self._run, self._storage, self._config)
+            return self._plain
+
     def _tick_for_ever(self) -> None:
         """No collectives and no calls of other actors in this thread."""
         try:
             while not self._is_over():
-                self._tick()
+                if self._plain is not None:
+                    self._tick(self._plain)
                 time.sleep(_TICK_S)
+            if self._plain is not None:
+                self._plain.close()
         except BaseException:
             # A half-dead coordinator would accept records and never commit. Ray starts the process again,
             # and storage alone says what was committed.
@@ -130,13 +171,13 @@ class CoordinatorActor:
             os._exit(1)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
-    def _tick(self) -> None:
+    def _tick(self, plain: PlainCoordinator) -> None:
         try:
-            self._plain.tick()
-            self._gauges.show(self._plain.status())
+            plain.tick()
+            self._gauges.look(plain)
         except LayerCheckError as error:
             # The storage may come back; training must not learn of it by a dead coordinator (I9).
-            print(f"coordinator of {self._run}: {type(error).__name__}: {error}", flush=True)  # noqa: T201
+            _say(f"coordinator of {self._run}: {type(error).__name__}: {error}")
 
     def _is_over(self) -> bool:
         now = time.monotonic()
@@ -145,32 +186,55 @@ class CoordinatorActor:
         return now - self._last_beat_s > self._config.idle_s
 
 
-class StatusGauges:
-    """The one observer that maps `status()` to Ray metrics (`ray_layercheck_...` in Prometheus)."""
+class Gauges:
+    """The one observer that maps what a coordinator hears and says to Ray metrics (`ray_layercheck_...`)."""
 
-    _SHOWN: ClassVar[dict[str, str]] = {
+    _TEXTS: ClassVar[dict[str, str]] = {
+        "step": "Last complete step",
+        "committed_step": "Step of the newest commit",
+        "commits": "Commits seen by this coordinator",
+        "lost_events": "Events of this attempt declared lost",
+        "shard_bytes": "Bytes of all shards reported to this coordinator",
         "max_age": "Age of the oldest layer, in steps",
         "weighted_age": "Size-weighted mean age, in steps",
-        "step": "Last complete step",
-        "num_commits": "Events committed",
-        "num_lost": "Events declared lost",
-        "committed_bytes": "Bytes of all committed events",
     }
 
     def __init__(self, run: str) -> None:
         self._gauges = {
             key: Gauge(f"layercheck_{key}", description=text, tag_keys=("run",))
-            for key, text in self._SHOWN.items()
+            for key, text in self._TEXTS.items()
         }
         for gauge in self._gauges.values():
             gauge.set_default_tags({"run": run})
+        self.values: dict[str, float] = dict.fromkeys(("commits", "shard_bytes"), 0)
+        self._heard = False
+        self._looked_s = time.monotonic()
 
-    def show(self, status: dict[str, Any]) -> None:
-        """Sets each gauge whose key `status` holds; before the first attempt it holds few."""
-        for key, gauge in self._gauges.items():
-            value = status.get(key)
-            if isinstance(value, int | float):
-                gauge.set(value)
+    def saw(self, name: str, args: tuple[Any, ...], answer: Any) -> None:
+        """Takes one call and its answer; costs no storage access."""
+        if name == "record":
+            self._set("shard_bytes", self.values["shard_bytes"] + sum(row.nbytes for row in args[2]))
+        elif name == "heartbeat":
+            self._heard = True
+            self._set("step", args[1])
+            self._set("lost_events", len(answer.lost_steps))
+            if answer.committed_step > self.values.get("committed_step", -1):
+                self._set("commits", self.values["commits"] + 1)
+            self._set("committed_step", answer.committed_step)
+
+    def look(self, plain: PlainCoordinator) -> None:
+        """Reads the ages from the store now and then, if heartbeats came since the last look."""
+        if not self._heard or time.monotonic() - self._looked_s < _STATUS_S:
+            return
+        self._heard, self._looked_s = False, time.monotonic()
+        status = plain.status()
+        for key in ("max_age", "weighted_age"):
+            if status[key] is not None:
+                self._set(key, status[key])
+
+    def _set(self, key: str, value: float) -> None:
+        self.values[key] = value
+        self._gauges[key].set(value)
 
 
 def _prefer_head() -> NodeAffinitySchedulingStrategy | None:

@@ -23,7 +23,7 @@ install_quietly() {
         sleep 1
         if [ $((SECONDS - shown)) -ge 10 ]; then
             shown=$SECONDS
-            printf '  %4d s  %s\n' $((SECONDS - begin)) "$(tail -n 1 "$log" | tr '\r' '\n' | tail -n 1 | cut -c1-90)"
+            printf '  %4d s  %s\n' $((SECONDS - begin)) "$(grep -v WARNING "$log" | tail -n 1 | cut -c1-90)"
         fi
     done
     if ! wait "$pid"; then

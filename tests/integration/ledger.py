@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from layercheck.config import LayerCheckConfig
-from layercheck.errors import FencedError, RunIsLiveError
+from layercheck.errors import FencedError, RunIsLiveError, StorageError
 from layercheck.manifest import AttemptGrant, EventId, HeartbeatReply
 
 
@@ -18,6 +18,15 @@ class LedgerCoordinator:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.ticks = 0
         self.slow = threading.Event()
+        self.config = config
+        if (self.folder / "unreadable").exists():
+            raise StorageError(f"cannot read {self.folder}", path=str(self.folder))
+
+    def close(self) -> None:
+        (self.folder / "closed").touch()
+
+    def note_failure(self) -> None:
+        (self.folder / "failure").touch()
 
     def tick(self) -> None:
         self.ticks += 1
@@ -64,4 +73,9 @@ class LedgerCoordinator:
 
     def status(self) -> dict[str, Any]:
         steps = [int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*")]
-        return {"step": max(steps, default=0), "pid": os.getpid(), "ticks": self.ticks}
+        return {
+            "step": max(steps, default=0),
+            "pid": os.getpid(),
+            "ticks": self.ticks,
+            "takeover_s": self.config.takeover_s,
+        }

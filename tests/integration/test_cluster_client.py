@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -15,8 +16,8 @@ from cluster import coordinator as coordinator_module
 from cluster.client import ActorClient, connect
 from cluster.coordinator import NAMESPACE, coordinator_name, start_coordinator
 from layercheck.config import LayerCheckConfig
-from layercheck.errors import CoordinatorLostError, FencedError, RunIsLiveError
-from layercheck.manifest import EventId
+from layercheck.errors import CoordinatorLostError, FencedError, RunIsLiveError, StorageError
+from layercheck.manifest import EventId, HeartbeatReply
 from tests.integration.ledger import LedgerCoordinator
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -26,7 +27,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 def client(tmp_path: Path) -> Iterator[ActorClient]:
     config = LayerCheckConfig()
     handle = start_coordinator("run", str(tmp_path), config, LedgerCoordinator)
-    yield connect("run", str(tmp_path), config, limit_s=30, factory=LedgerCoordinator)
+    connected = connect("run", str(tmp_path), config, limit_s=30, factory=LedgerCoordinator)
+    assert connected.status()["step"] == 0
+    yield connected
     ray.kill(handle, no_restart=True)
 
 
@@ -108,6 +111,46 @@ def test_a_bug_in_tick_restarts_the_actor_instead_of_leaving_it_half_dead(client
     wait_until(lambda: client.status()["ticks"] > 1)
 
 
+def test_a_store_that_cannot_be_read_is_told_to_the_caller_and_not_a_lost_coordinator(tmp_path):
+    (tmp_path / "sick").mkdir()
+    (tmp_path / "sick" / "unreadable").touch()
+    start_coordinator("sick", str(tmp_path), None, LedgerCoordinator)
+    client = connect("sick", str(tmp_path), factory=LedgerCoordinator)
+    with pytest.raises(StorageError, match="cannot read"):
+        client.status()
+    (tmp_path / "sick" / "unreadable").unlink()
+    assert client.status()["step"] == 0
+
+
+def test_a_living_actor_works_by_the_settings_of_the_submission_that_got_the_attempt(client, tmp_path):
+    other = connect("run", str(tmp_path), {"takeover_s": 7}, factory=LedgerCoordinator)
+    with pytest.raises(RunIsLiveError):
+        other.begin_attempt("t2", "second", 2, "composite")
+    assert client.status()["takeover_s"] == 30
+    other.begin_attempt("t3", "third", 2, "composite")
+    assert client.status()["takeover_s"] == 7
+
+
+def test_a_failure_that_the_driver_saw_reaches_the_coordinator(client, tmp_path):
+    client.note_failure()
+    assert (tmp_path / "run" / "failure").exists()
+
+
+def test_the_gauges_say_what_was_heard():
+    gauges = coordinator_module.Gauges("run")
+    row = SimpleNamespace(nbytes=70)
+    gauges.saw("record", (EventId(step=1, attempt=1), 0, (row, row), {}), None)
+    gauges.saw("heartbeat", (1, 4, {}, {}), HeartbeatReply(committed_step=3, lost_steps=(2,)))
+    gauges.saw("heartbeat", (1, 5, {}, {}), HeartbeatReply(committed_step=3, lost_steps=(2,)))
+    assert gauges.values == {
+        "shard_bytes": 140,
+        "step": 5,
+        "commits": 1,
+        "committed_step": 3,
+        "lost_events": 1,
+    }
+
+
 def test_the_actor_ends_by_itself_when_no_heartbeat_comes(tmp_path):
     start_coordinator("idle", str(tmp_path), {"idle_s": 1}, LedgerCoordinator)
     wait_until(lambda: not exists("idle", tmp_path))
@@ -120,6 +163,7 @@ def test_the_actor_ends_after_a_grace_when_the_run_completes(tmp_path):
     client.heartbeat(1, 1, {"step": 1}, {})
     client.end_attempt(1, "completed")
     wait_until(lambda: not exists("done", tmp_path), limit_s=coordinator_module._GRACE_S + 20)
+    assert (tmp_path / "done" / "closed").exists()
 
 
 def exists(run: str, storage: Path) -> bool:
