@@ -158,9 +158,9 @@ def _command(folder: Path, ports: dict[str, int], num_cpus: int | None) -> list[
 
 def _clean_env() -> dict[str, str]:
     """This process's variables without those that would make the head join or trust another cluster."""
-    return {
-        key: value for key, value in os.environ.items() if not key.startswith(("RAY_ADDRESS", "RAY_AUTH_"))
-    }
+    env = {key: text for key, text in os.environ.items() if not key.startswith(("RAY_ADDRESS", "RAY_AUTH_"))}
+    # Jobs start as `python -m ...`: that must be this interpreter, also where no environment is activated.
+    return {**env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"}
 
 
 def _auth_env(folder: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH. The working folder is uploaded, wit
 
 import argparse
 import asyncio
+import logging
 import os
 import shlex
 import sys
@@ -82,6 +83,8 @@ def _client(address: str) -> JobSubmissionClient:
     # Ray lets these variables override the address that it is given: a job for a private cluster would land
     # on whatever cluster the shell happens to name.
     hidden = {name: os.environ.pop(name, None) for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
+    # It lists every ignored file of the upload.
+    logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         return JobSubmissionClient(address)
     finally:
