@@ -8,9 +8,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import Qwen2Tokenizer
 
 SYSTEM = "You answer questions about the Python language from its reference."
 PAD, END = "<|pad|>", "<|end|>"
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 _ANSWER_CHARS = 120
-_TOKENIZER_VERSION = 1
+_TOKENIZER_VERSION = 2
 
 
 def rows() -> list[dict[str, Any]]:
@@ -70,15 +70,17 @@ def build_tokenizer(folder: Path, vocab_size: int) -> Path:
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    _wrap(_train(vocab_size)).save_pretrained(temporary)
+    _train(vocab_size).save_pretrained(temporary)
     temporary.rename(target)
     return target
 
 
-def _train(vocab_size: int) -> Tokenizer:
+def _train(vocab_size: int) -> Qwen2Tokenizer:
+    # A Qwen2 tokenizer, because transformers loads the tokenizer of any folder with a Qwen2 model as one: one
+    # that splits words in its own way would give other ids there, without a word.
+    rules = Qwen2Tokenizer().backend_tokenizer
     tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.normalizer, tokenizer.pre_tokenizer = rules.normalizer, rules.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
@@ -87,16 +89,14 @@ def _train(vocab_size: int) -> Tokenizer:
     )
     texts = [SYSTEM] + [turn["value"] for row in rows() for turn in row["conversations"]]
     tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    learnt = json.loads(tokenizer.to_str())["model"]
+    return Qwen2Tokenizer(
+        vocab=learnt["vocab"],
+        merges=[tuple(pair) for pair in learnt["merges"]],
+        unk_token=PAD,
         pad_token=PAD,
         eos_token=END,
-        additional_special_tokens=list(SPECIAL_TOKENS[2:]),
+        extra_special_tokens=list(SPECIAL_TOKENS[2:]),
+        chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped

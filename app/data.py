@@ -17,7 +17,7 @@ import xxhash
 
 from app.config import Config
 from app.packing import Packed, pack, positions_and_documents
-from app.sources import conversations, source_fingerprint
+from app.sources import check_source, conversations, source_fingerprint
 from app.tokens import IGNORED, Counts, documents, load_tokenizer, tokenizer_fingerprint
 from layercheck.errors import ConfigError, LayerCheckError, StorageError
 
@@ -102,6 +102,7 @@ def from_rank_0(make: Callable[[], T], rank: int, wait_s: float) -> T:
 
 
 def _prepare(config: Config) -> tuple[Path, Path]:
+    check_source(config.data)
     folder = config.data_folder
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -106,7 +106,8 @@ def ray_cluster() -> Iterator[None]:
     # An own folder: Ray's default one tells other programs of this machine which cluster to join.
     folder = None if address else tempfile.mkdtemp(prefix="lc-", dir="/tmp")
     if folder is not None:
-        options |= {"include_dashboard": False, "_temp_dir": folder}
+        # Ray Train asks the dashboard (on 127.0.0.1) whether its controller lives, and complains without one.
+        options |= {"include_dashboard": True, "_temp_dir": folder}
     ray.init(address=address or "local", **options)
     try:
         yield

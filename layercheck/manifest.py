@@ -201,6 +201,10 @@ class Progress(Record):
     drift: dict[str, float]
     ended: str | None = None
     """None while it runs; else how it ended: `completed`, `failed`, `fenced`."""
+    reason: str = ""
+    """Why it ended, in words."""
+    beat: int = Field(0, ge=0)
+    """Counts the writes of this file: who watches it sees life also while a long step runs."""
 
 
 class Commit(Record):
@@ -252,6 +256,8 @@ class LayerPlan(Record):
     shards: tuple[ShardRecord, ...]
     fallback: bool = False
     """True when a newer live version exists but is damaged or missing."""
+    trainable: bool = True
+    """A frozen layer never moves: its age is true but says nothing, so no figure of the plan counts it."""
 
     @property
     def nbytes(self) -> int:
@@ -286,26 +292,31 @@ class RecoveryPlan(Record):
     @property
     def max_age(self) -> int:
         """Age of the oldest layer, in steps."""
-        return max((layer.age for layer in self.layers), default=0)
+        return max((layer.age for layer in self.layers if layer.trainable), default=0)
 
     @property
     def weighted_age(self) -> float:
         """sum(n_l * age_l) / sum(n_l), the paper's size-weighted staleness (section 3.3)."""
-        return self._weighted([layer.age for layer in self.layers])
+        return self._weighted([layer.age for layer in self._trainable])
 
     @property
     def lost_steps(self) -> float:
         """sum(n_l * lost_l) / sum(n_l): the lost progress of this failure, in steps."""
-        return self._weighted([layer.lost for layer in self.layers])
+        return self._weighted([layer.lost for layer in self._trainable])
 
     @property
     def nbytes(self) -> int:
         """Bytes that all ranks together will read."""
         return sum(layer.nbytes for layer in self.layers)
 
+    @property
+    def _trainable(self) -> list[LayerPlan]:
+        return [layer for layer in self.layers if layer.trainable]
+
     def _weighted(self, steps: list[int]) -> float:
-        total = sum(layer.numel for layer in self.layers)
-        return sum(layer.numel * n for layer, n in zip(self.layers, steps, strict=True)) / max(total, 1)
+        layers = self._trainable
+        total = sum(layer.numel for layer in layers)
+        return sum(layer.numel * n for layer, n in zip(layers, steps, strict=True)) / max(total, 1)
 
 
 class BadShard(Record):

@@ -75,6 +75,18 @@ def test_the_bundled_tokenizer_loads_like_any_other_and_gives_the_text_back(cach
     assert tokenizer.encode("<|end|>") == [tokenizer.eos_token_id]
 
 
+def test_the_bundled_tokenizer_gives_the_same_ids_beside_a_qwen2_model(cache: Path, tmp_path: Path) -> None:
+    folder = bundled.build_tokenizer(cache, 400)
+    Qwen2Config().save_pretrained(tmp_path)
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    plain, beside = (AutoTokenizer.from_pretrained(str(place)) for place in (folder, tmp_path))
+    text = "The assert 1234 statement\n   x == y"
+    assert plain.encode(text) == beside.encode(text)
+    assert len(plain) == len(beside) == 400
+    assert plain.chat_template == beside.chat_template == bundled.CHAT_TEMPLATE
+
+
 def test_labels_lie_on_the_answers_and_nowhere_else(cache: Path) -> None:
     tokenizer = load_tokenizer(config(cache), cache)
     talk = [

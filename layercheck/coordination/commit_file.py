@@ -1,0 +1,134 @@
+"""`commit.parquet`: the record that makes an event exist, to bytes and back.
+
+Parquet's own checksums do not cover its footer, and a flipped bit there can yield another table without a
+word. So a digest over everything that is meant (rows, trainer state, lineage, event) lies beside them, and
+bytes that do not carry their own digest are no commit.
+"""
+
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from xxhash import xxh3_128_hexdigest
+
+from layercheck.manifest import FORMAT_VERSION, Commit, EventId, LineageLink, ShardRecord
+
+SCHEMA = pa.schema(
+    [
+        ("layer", pa.string()),
+        ("step", pa.int64()),
+        ("attempt", pa.int32()),
+        ("rank", pa.int32()),
+        ("world_size", pa.int32()),
+        ("file", pa.string()),
+        ("begin", pa.int64()),
+        ("end", pa.int64()),
+        ("nbytes", pa.int64()),
+        ("xxh3_128", pa.string()),
+        ("drift", pa.float64()),
+        ("threshold", pa.float64()),
+        ("age", pa.int64()),
+        ("reason", pa.string()),
+        ("snapshot_s", pa.float64()),
+        ("write_s", pa.float64()),
+    ]
+)
+"""The columns of `commit.parquet`; `history/*.parquet` has `part` beside them."""
+
+_MAX_THRIFT_BYTES = 256 * 1024 * 1024
+
+
+class DamagedCommitError(ValueError):
+    """These bytes are not a commit that was written here."""
+
+
+def canonical(value: Any) -> bytes:
+    """The one JSON text of a value: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+def encode(commit: Commit) -> bytes:
+    """The whole file."""
+    meaning = _meaning(commit)
+    metadata = {key: canonical(meaning[key]) for key in ("trainer_state", "lineage", "event")}
+    metadata |= {
+        "format": canonical(FORMAT_VERSION),
+        "digest": xxh3_128_hexdigest(canonical(meaning)).encode(),
+    }
+    return _parquet(pa.Table.from_pylist(_rows(commit.records), SCHEMA).replace_schema_metadata(metadata))
+
+
+def encode_history(records: Sequence[ShardRecord]) -> bytes:
+    """Rows of past commits, for `history/*.parquet`."""
+    schema = SCHEMA.append(pa.field("part", pa.int32()))
+    return _parquet(pa.Table.from_pylist(_rows(records), schema))
+
+
+def decode(data: bytes, event: EventId) -> Commit:
+    """The commit of an event from its file.
+
+    Raises:
+        DamagedCommitError: not readable, of another event, or not what its digest was made of.
+    """
+    try:
+        commit, digest = _parse(data, event)
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        MemoryError,
+        RecursionError,
+    ) as error:
+        raise DamagedCommitError(f"not readable: {type(error).__name__}: {error}") from error
+    if digest != xxh3_128_hexdigest(canonical(_meaning(commit))):
+        raise DamagedCommitError("its digest does not match its content")
+    if commit.event != event:
+        raise DamagedCommitError(f"it belongs to {commit.event.folder}")
+    return commit
+
+
+def _parse(data: bytes, event: EventId) -> tuple[Commit, str]:
+    file = pq.ParquetFile(
+        pa.BufferReader(data),
+        thrift_string_size_limit=_MAX_THRIFT_BYTES,
+        thrift_container_size_limit=_MAX_THRIFT_BYTES,
+        page_checksum_verification=True,
+    )
+    metadata = file.schema_arrow.metadata or {}
+    if json.loads(metadata[b"format"]) != FORMAT_VERSION:
+        raise ValueError(f"format {metadata[b'format']!r} is not {FORMAT_VERSION}")
+    rows = file.read().to_pylist()
+    commit = Commit(
+        event=EventId.model_validate(json.loads(metadata[b"event"])),
+        records=tuple(_record(row, event.part) for row in rows),
+        trainer_state=json.loads(metadata[b"trainer_state"]),
+        lineage=tuple(LineageLink.model_validate(link) for link in json.loads(metadata[b"lineage"])),
+    )
+    return commit, metadata[b"digest"].decode()
+
+
+def _record(row: dict[str, Any], part: int) -> ShardRecord:
+    nbytes = row.pop("nbytes")
+    record = ShardRecord.model_validate(row | {"part": part})
+    if nbytes != record.nbytes:
+        raise ValueError(f"{nbytes} bytes in a range of {record.nbytes}")
+    return record
+
+
+def _meaning(commit: Commit) -> dict[str, Any]:
+    return commit.model_dump()  # mode="json" would turn an infinity in the trainer state into null
+
+
+def _rows(records: Sequence[ShardRecord]) -> list[dict[str, Any]]:
+    return [record.model_dump() | {"nbytes": record.nbytes} for record in records]
+
+
+def _parquet(table: pa.Table) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, compression="NONE", write_statistics=False, write_page_checksum=True)
+    return buffer.getvalue()

@@ -1,0 +1,128 @@
+"""What a store holds, as values: the input of planning, collection and status. Pure."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from layercheck.coordination.lineage import Lineage
+from layercheck.layers import LayerMap
+from layercheck.manifest import (
+    AttemptRecord,
+    BadShard,
+    Commit,
+    EventId,
+    Progress,
+    RunRecord,
+    ShardRecord,
+)
+
+VersionKey = tuple[str, int, int]
+"""(layer, step, attempt)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One saved copy of one layer with the shards of all ranks."""
+
+    layer: str
+    event: EventId
+    shards: tuple[ShardRecord, ...]
+
+    @property
+    def key(self) -> VersionKey:
+        """What a blacklist names."""
+        return self.layer, self.event.step, self.event.attempt
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts versions of one layer; the newest is the largest."""
+        return self.event.step, self.event.attempt, self.event.part
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all ranks."""
+        return sum(shard.nbytes for shard in self.shards)
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    """Everything readable of one run at one moment.
+
+    Attributes:
+        run: what is trained.
+        attempts: readable attempt records by number.
+        highest_attempt: largest number that was ever claimed, readable or not.
+        commits: commits with a right digest.
+        damaged: events whose commit cannot be trusted; they count as absent.
+        progress: newest known progress by attempt.
+        live_attempt: the attempt whose progress a living coordinator heard itself, 0 for none.
+        receipts: by attempt.
+        bad: shards that failed their check twice.
+        bad_plans: attempts whose plan led to a non-finite loss (I13).
+        notes: what a person should read.
+    """
+
+    run: RunRecord
+    attempts: dict[int, AttemptRecord] = field(default_factory=dict)
+    highest_attempt: int = 0
+    commits: tuple[Commit, ...] = ()
+    damaged: tuple[EventId, ...] = ()
+    progress: dict[int, Progress] = field(default_factory=dict)
+    live_attempt: int = 0
+    receipts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    bad: tuple[BadShard, ...] = ()
+    bad_plans: frozenset[int] = frozenset()
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def newest(self) -> AttemptRecord | None:
+        """The newest readable attempt."""
+        return self.attempts[max(self.attempts)] if self.attempts else None
+
+    @property
+    def lineage(self) -> Lineage:
+        """The chain of the newest attempt."""
+        return Lineage(self.newest.lineage) if self.newest else Lineage()
+
+    @cached_property
+    def bad_versions(self) -> frozenset[VersionKey]:
+        """Versions that no plan may use."""
+        return frozenset((shard.layer, shard.step, shard.attempt) for shard in self.bad)
+
+    def live_commits(self, lineage: Lineage) -> list[Commit]:
+        """The commits that count for a chain, oldest first."""
+        live = [c for c in self.commits if lineage.is_live(c.event.step, c.event.attempt)]
+        return sorted(live, key=lambda c: (c.event.step, c.event.attempt, c.event.part))
+
+    def newest_commit_step(self, attempt: int) -> int:
+        """Newest committed step of one attempt, -1 for none."""
+        return max((c.event.step for c in self.commits if c.event.attempt == attempt), default=-1)
+
+
+def versions_of(commit: Commit) -> Iterator[Version]:
+    """The complete versions of one commit: rows of all ranks 0 to world_size - 1 are there."""
+    for layer, shards in commit.by_layer.items():
+        if [shard.rank for shard in shards] == list(range(shards[0].world_size)):
+            yield Version(layer, commit.event, shards)
+
+
+def by_layer(commits: Iterable[Commit], layer_map: LayerMap) -> dict[str, list[Version]]:
+    """Layer -> its complete versions, newest first; every layer of the map has an entry."""
+    found: dict[str, list[Version]] = {layer.name: [] for layer in layer_map.layers}
+    for commit in commits:
+        for version in versions_of(commit):
+            if version.layer in found:
+                found[version.layer].append(version)
+    for versions in found.values():
+        versions.sort(key=lambda version: version.order, reverse=True)
+    return found
+
+
+def full_events(
+    versions: dict[str, list[Version]], layer_map: LayerMap, bad: frozenset[VersionKey] = frozenset()
+) -> list[tuple[int, int]]:
+    """(step, attempt) of all events that hold every trainable layer, newest first; damaged ones left out."""
+    names = [layer.name for layer in layer_map.trainable]
+    held = [{v.key[1:] for v in versions[name] if v.key not in bad} for name in names]
+    return sorted(set.intersection(*held), reverse=True) if held else []

@@ -1,0 +1,326 @@
+"""The recovery plan: one version per layer and the first step to run. Pure; the simulation runs it too.
+
+Numbers of a plan come from storage alone (I12), so anyone who reads the same store makes the same plan.
+"""
+
+import math
+from dataclasses import dataclass
+
+from layercheck.coordination.facts import StoreFacts, Version, VersionKey, by_layer, full_events
+from layercheck.coordination.lineage import ENDLESS, Lineage
+from layercheck.errors import NoPlanError
+from layercheck.layers import LayerSpec
+from layercheck.manifest import AttemptRecord, FailSource, LayerPlan, PlanMode, RecoveryPlan, TrainerState
+
+NO_WARMUP_STEPS = 200
+"""Warm-up length of a store whose settings were not kept: the default of the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What is asked for.
+
+    Attributes:
+        world_size: ranks that will recover; None means as many as the newest attempt had.
+        mode: `composite`, `uniform` (roll back to the newest full event), or `strict` (composite while no
+            layer is older than `strict_max_age`, else roll back).
+        max_age: refuse a plan with an older layer.
+        at_step: as if the run had failed at this step.
+        without: shard files to do without, paths below the store.
+    """
+
+    world_size: int | None = None
+    mode: str = "composite"
+    strict_max_age: int | None = None
+    max_age: int | None = None
+    at_step: int | None = None
+    without: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    step: int
+    source: FailSource
+    trainer_state: TrainerState
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The chosen version of each layer. `event` is None for a composite, else what was rolled back to."""
+
+    versions: dict[str, Version]
+    event: tuple[int, int] | None = None
+
+
+def is_fresh(facts: StoreFacts, begun: AttemptRecord | None = None) -> bool:
+    """True if nothing was ever trained: no commit that counts or may have counted, no heartbeat beyond 0.
+
+    A commit of step 0 that a fenced predecessor finished too late is nothing to recover. Anything else that
+    yields no plan is an error (I7). With `begun`: as that attempt found it.
+    """
+    lineage = Lineage(begun.lineage) if begun else facts.lineage
+    own = begun.attempt if begun else ENDLESS
+    return (
+        not any(commit.event.attempt < own for commit in facts.live_commits(lineage))
+        and not any(event.attempt < own for event in facts.damaged)
+        and all(c.event.step == 0 for c in facts.commits if c.event.attempt < own)
+        and all(p.step == 0 for attempt, p in facts.progress.items() if attempt < own)
+        and all(link.r_b == 0 for link in lineage.links)
+    )
+
+
+def make_plan(
+    facts: StoreFacts, request: PlanRequest, begun: AttemptRecord | None = None
+) -> RecoveryPlan | None:
+    """Plans the recovery that the next attempt would do, or that an attempt already begun has to do.
+
+    Args:
+        facts: what the store holds.
+        request: what is asked for.
+        begun: plan once more for this attempt: its own r_b and trainer state are fixed, its own commits and
+            whatever a zombie added since do not count.
+
+    Returns:
+        The plan, or None if the store is fresh.
+
+    Raises:
+        NoPlanError: the store holds a run and yields no plan; names the layers.
+    """
+    if is_fresh(facts, begun):
+        return None
+    lineage = Lineage(begun.lineage) if begun else facts.lineage
+    commits = [c for c in facts.live_commits(lineage) if begun is None or c.event.attempt < begun.attempt]
+    versions = _until(by_layer(commits, facts.run.layer_map), request.at_step)
+    bad = facts.bad_versions | _without(versions, request.without)
+    failure = _fixed(begun) if begun else _failure(facts, lineage, request.at_step)
+    mode, choice = _choose(facts, request, versions, bad, failure)
+    if choice.event is not None:
+        failure = _rolled_back_from(facts, begun, failure)
+    resume = _resume_at(facts, choice, failure)
+    before = Lineage(begun.lineage[:-1]) if begun else lineage  # losses are those of the attempt that failed
+    layers = tuple(
+        _layer_plan(spec, choice.versions[spec.name], versions[spec.name], bad, before, failure.step)
+        for spec in facts.run.layer_map.layers
+    )
+    _check_age(layers, request.max_age)
+    return RecoveryPlan(
+        mode=mode,
+        world_size=request.world_size or (facts.newest.world_size if facts.newest else 1),
+        t_fail=failure.step,
+        t_fail_source=failure.source,
+        resume_step=resume.step + 1,
+        trainer_state=resume.trainer_state,
+        drift=carried_drift(facts, lineage, choice.versions, resume.step),
+        layers=layers,
+    )
+
+
+# ---------------------------------------------------------------- where the run stopped
+
+
+def _failure(facts: StoreFacts, lineage: Lineage, at_step: int | None) -> _Failure:
+    """t_fail = max(r_A, newest heartbeat of A, newest live commit); no older attempt's heartbeat counts."""
+    newest = facts.newest
+    known: list[_Failure] = []
+    if newest is not None and (beat := facts.progress.get(newest.attempt)) is not None:
+        source: FailSource = "live" if facts.live_attempt == newest.attempt else "journal"
+        known.append(_Failure(beat.step, source, beat.trainer_state))
+    known += [_Failure(c.event.step, "commit", c.trainer_state) for c in facts.live_commits(lineage)]
+    for link in lineage.links:
+        if (record := facts.attempts.get(link.attempt)) is not None and record.trainer_state:
+            known.append(_Failure(record.r_b, "journal", record.trainer_state))
+    if at_step is not None:
+        known = [failure for failure in known if failure.step <= at_step]
+    else:
+        known = [failure for failure in known if failure.step >= (newest.r_b if newest else 0)]
+    if not known:
+        until = "" if at_step is None else f" up to step {at_step}"
+        raise NoPlanError(
+            f"run {facts.run.name} holds no trainer state{until}: use a later step or another run name",
+            run=facts.run.name,
+        )
+    return max(known, key=lambda failure: failure.step)  # of equals the first: heartbeat, commit, record
+
+
+def _fixed(begun: AttemptRecord) -> _Failure:
+    return _Failure(begun.r_b, "journal", begun.trainer_state)
+
+
+def _rolled_back_from(facts: StoreFacts, begun: AttemptRecord | None, failure: _Failure) -> _Failure:
+    """For an attempt that began by a roll-back, how far the attempts before it had come."""
+    for link in reversed(begun.lineage[:-1] if begun else ()):
+        if (before := facts.progress.get(link.attempt)) is not None:
+            return _Failure(max(before.step, failure.step), "journal", {})
+    return failure
+
+
+def _resume_at(facts: StoreFacts, choice: _Choice, failure: _Failure) -> _Failure:
+    """The last step that counts as done, with the trainer state that belongs to it."""
+    if choice.event is None:
+        return failure
+    step, attempt = choice.event
+    states = [c.trainer_state for c in facts.commits if (c.event.step, c.event.attempt) == choice.event]
+    assert states, f"event of step {step}, attempt {attempt} has no commit"
+    return _Failure(step, "commit", states[0])
+
+
+# ---------------------------------------------------------------- which versions
+
+
+def _choose(
+    facts: StoreFacts,
+    request: PlanRequest,
+    versions: dict[str, list[Version]],
+    bad: frozenset[VersionKey],
+    failure: _Failure,
+) -> tuple[PlanMode, _Choice]:
+    trainable = facts.run.layer_map.trainable
+    if not _has_base(facts, versions):
+        return "warmup_rollback", _newest_full(facts, versions, bad)
+    if request.mode == "uniform":
+        return "uniform", _newest_full(facts, versions, bad)
+    choice = _newest_each(facts, versions, bad)
+    if request.mode != "strict":
+        return "composite", choice
+    limit = request.strict_max_age or 0
+    too_old = any(failure.step - choice.versions[layer.name].event.step > limit for layer in trainable)
+    return "strict", _newest_full(facts, versions, bad) if too_old else choice
+
+
+def _has_base(facts: StoreFacts, versions: dict[str, list[Version]]) -> bool:
+    """True once every trainable layer has a version from the end of the warm-up or later.
+
+    The base is the full event that does so; a damaged base is still a base, hence no look at `bad`, and where
+    its commit is damaged the later versions of all layers stand for it.
+    """
+    warmup = facts.run.config.get("checkpoint", {}).get("warmup_steps", NO_WARMUP_STEPS)
+    return all(
+        versions[layer.name] and versions[layer.name][0].event.step >= warmup
+        for layer in facts.run.layer_map.trainable
+    )
+
+
+def _newest_each(
+    facts: StoreFacts, versions: dict[str, list[Version]], bad: frozenset[VersionKey]
+) -> _Choice:
+    chosen = {name: next((v for v in all_of if v.key not in bad), None) for name, all_of in versions.items()}
+    missing = [name for name, version in chosen.items() if version is None]
+    if missing:
+        raise _no_plan(facts, missing, versions)
+    return _Choice({name: version for name, version in chosen.items() if version is not None})
+
+
+def _newest_full(
+    facts: StoreFacts, versions: dict[str, list[Version]], bad: frozenset[VersionKey]
+) -> _Choice:
+    """All trainable layers from one full event; frozen ones from their newest version, whatever its step."""
+    layer_map = facts.run.layer_map
+    full = full_events(versions, layer_map, bad)
+    usable = {name: [v for v in all_of if v.key not in bad] for name, all_of in versions.items()}
+    if not full:
+        lacking = [layer.name for layer in layer_map.trainable if not usable[layer.name]]
+        raise _no_plan(facts, lacking or [layer.name for layer in layer_map.trainable], versions)
+    chosen: dict[str, Version] = {}
+    for layer in layer_map.layers:
+        wanted = [v for v in usable[layer.name] if not layer.trainable or v.key[1:] == full[0]]
+        if not wanted:
+            raise _no_plan(facts, [layer.name], versions)
+        chosen[layer.name] = wanted[0]
+    return _Choice(chosen, full[0])
+
+
+def _no_plan(facts: StoreFacts, layers: list[str], versions: dict[str, list[Version]]) -> NoPlanError:
+    shown = ", ".join(layers[:5]) + (f" and {len(layers) - 5} more" if len(layers) > 5 else "")
+    seen = sum(len(versions[name]) for name in layers)
+    return NoPlanError(
+        f"run {facts.run.name} holds {len(facts.commits)} commits ({len(facts.damaged)} more damaged) but no "
+        f"usable version of {shown} ({seen} are damaged or not in one full event): repair the store, "
+        "or start under another run name; nothing was changed",
+        run=facts.run.name,
+        layers=tuple(layers),
+    )
+
+
+def _until(versions: dict[str, list[Version]], at_step: int | None) -> dict[str, list[Version]]:
+    if at_step is None:
+        return versions
+    return {name: [v for v in all_of if v.event.step <= at_step] for name, all_of in versions.items()}
+
+
+def _without(versions: dict[str, list[Version]], files: frozenset[str]) -> frozenset[VersionKey]:
+    return frozenset(
+        version.key
+        for all_of in versions.values()
+        for version in all_of
+        if any(shard.file in files for shard in version.shards)
+    )
+
+
+# ---------------------------------------------------------------- what it says of each layer
+
+
+def _layer_plan(
+    spec: LayerSpec,
+    version: Version,
+    versions: list[Version],
+    bad: frozenset[VersionKey],
+    lineage: Lineage,
+    t_fail: int,
+) -> LayerPlan:
+    return LayerPlan(
+        layer=spec.name,
+        numel=spec.numel,
+        step=version.event.step,
+        attempt=version.event.attempt,
+        age=max(0, t_fail - version.event.step),
+        lost=lost_steps(lineage, version, t_fail) if spec.trainable else 0,
+        reason=version.shards[0].reason,
+        shards=version.shards,
+        fallback=any(other.key in bad and other.order > version.order for other in versions),
+        trainable=spec.trainable,
+    )
+
+
+def lost_steps(lineage: Lineage, version: Version, t_fail: int) -> int:
+    """Steps applied to a layer in this lineage since its version: t_fail - max(t_l, later r_b)."""
+    since = max(version.event.step, lineage.last_restart(version.event.attempt, t_fail))
+    return max(0, t_fail - since)
+
+
+def _check_age(layers: tuple[LayerPlan, ...], max_age: int | None) -> None:
+    old = [layer for layer in layers if layer.trainable and max_age is not None and layer.age > max_age]
+    if old:
+        named = ", ".join(f"{layer.layer} ({layer.age} steps)" for layer in old)
+        raise NoPlanError(
+            f"older than max_age={max_age}: {named}",
+            layers=tuple(layer.layer for layer in old),
+            max_age=max_age,
+        )
+
+
+def carried_drift(
+    facts: StoreFacts, lineage: Lineage, chosen: dict[str, Version], done: int
+) -> dict[str, float]:
+    """D of each trainable layer at step `done`, as far as the journal knows it; infinity means due.
+
+    The journaled D counts from the newest version that was *selected*. If that one never became live, the
+    layer is older than its D says and counts as due; so does a layer of which nothing is journaled.
+    """
+    journal = None
+    for link in reversed(lineage.links):
+        journal = facts.progress.get(link.attempt)
+        if journal is not None:
+            if journal.step > min(lineage.rolled_back_to(link.attempt), done):
+                journal = None  # measured on steps that have been undone since
+            break
+    selected = (journal.trainer_state.get("layercheck") or {}).get("selected", {}) if journal else {}
+    drift = {}
+    for layer in facts.run.layer_map.trainable:
+        step = chosen[layer.name].event.step
+        if step >= done or (journal is not None and step > journal.step):
+            drift[layer.name] = 0.0
+        elif journal is None or selected.get(layer.name, step) > step:
+            drift[layer.name] = math.inf
+        else:
+            drift[layer.name] = journal.drift.get(layer.name, math.inf)
+    return drift

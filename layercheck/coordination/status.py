@@ -1,0 +1,70 @@
+"""The summary of a run for people and scripts, from what the store holds. Pure."""
+
+from typing import Any
+
+from layercheck.coordination.facts import StoreFacts, by_layer
+from layercheck.coordination.plan import PlanRequest, make_plan
+from layercheck.errors import NoPlanError
+from layercheck.manifest import RecoveryPlan
+
+
+def summarize(facts: StoreFacts) -> dict[str, Any]:
+    """The keys of `layercheck status --json`.
+
+    Ages count from the newest step known; `recoverable` says whether a plan exists, `read_bytes` what it
+    would read. `drift` is the journaled D_l, `threshold` the K_l at the layer's last write.
+    """
+    plan = _plan(facts)
+    newest = facts.newest
+    layers = _layers(facts, plan)
+    return {
+        "run": facts.run.name,
+        "attempt": newest.attempt if newest else 0,
+        "step": _newest_step(facts),
+        "world_size": newest.world_size if newest else 0,
+        "layers": layers,
+        "max_age": plan.max_age if plan else None,
+        "weighted_age": plan.weighted_age if plan else None,
+        "recoverable": plan is not None,
+        "read_bytes": plan.nbytes if plan else 0,
+    }
+
+
+def _plan(facts: StoreFacts) -> RecoveryPlan | None:
+    try:
+        return make_plan(facts, PlanRequest())
+    except NoPlanError:
+        return None
+
+
+def _newest_step(facts: StoreFacts) -> int:
+    newest = facts.newest
+    if newest is None:
+        return 0
+    beat = facts.progress.get(newest.attempt)
+    return max(newest.r_b, beat.step if beat else 0, facts.newest_commit_step(newest.attempt))
+
+
+def _layers(facts: StoreFacts, plan: RecoveryPlan | None) -> list[dict[str, Any]]:
+    """One entry for each layer that has a live version: the newest undamaged one."""
+    step = _newest_step(facts)
+    versions = by_layer(facts.live_commits(facts.lineage), facts.run.layer_map)
+    rows = []
+    for name, all_of in versions.items():
+        version = next((v for v in all_of if v.key not in facts.bad_versions), None)
+        if version is None:
+            continue
+        first = version.shards[0]
+        rows.append(
+            {
+                "name": name,
+                "step": version.event.step,
+                "attempt": version.event.attempt,
+                "age": max(0, step - version.event.step),
+                "nbytes": version.nbytes,
+                "drift": plan.drift.get(name, 0.0) if plan else None,
+                "threshold": first.threshold,
+                "reason": first.reason,
+            }
+        )
+    return rows

@@ -1,0 +1,57 @@
+"""May a new submission take a run over? Only if nobody moves. No clocks of two machines are compared."""
+
+from collections.abc import Callable
+
+from layercheck.coordination import journal
+from layercheck.errors import RunIsLiveError
+from layercheck.manifest import AttemptRecord, Progress
+from layercheck.persistence.storage import Storage
+
+_POLL_S = 1.0
+_SAY_EVERY_S = 5.0
+
+
+def refuse_if_live(
+    storage: Storage,
+    newest: AttemptRecord,
+    run_name: str,
+    takeover_s: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+    say: Callable[[str], None],
+) -> None:
+    """Watches the progress file of another submission's attempt for `takeover_s` seconds.
+
+    An attempt that says it has ended is not watched. A successor that it claims meanwhile is life, too.
+
+    Raises:
+        RunIsLiveError: it moved.
+    """
+    first = _look(storage, newest)
+    if first[1] is not None and first[1].ended is not None:
+        return
+    begun = said = clock()
+    while (waited := clock() - begun) < takeover_s:
+        if clock() - said >= _SAY_EVERY_S:
+            said = clock()
+            say(
+                f"run {run_name}: is attempt {newest.attempt} alive? watched {waited:.0f} of {takeover_s:g} s"
+            )
+        sleep(min(_POLL_S, takeover_s - waited))
+        now = _look(storage, newest)
+        if now == first:
+            continue
+        if now[1] is not None and now[1].ended is not None and now[0] == first[0]:
+            return
+        step = now[1].step if now[1] is not None else newest.r_b
+        raise RunIsLiveError(
+            f"run {run_name} is live (step {step}, moving); end it or pass --takeover",
+            run=run_name,
+            step=step,
+        )
+    say(f"run {run_name}: attempt {newest.attempt} did not move for {takeover_s:g} s; taking over")
+
+
+def _look(storage: Storage, newest: AttemptRecord) -> tuple[int, Progress | None]:
+    highest = max(journal.attempt_numbers(storage), default=0)
+    return highest, journal.read_progress(storage, newest.attempt)
