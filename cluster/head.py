@@ -115,17 +115,21 @@ def _start_once(num_cpus: int | None, ready_s: float, env: dict[str, str]) -> Pr
     (folder / "r").mkdir()
     _write_token(folder)
     ports = dict(zip(_PORT_FLAGS, _free_ports(len(_PORT_FLAGS)), strict=True))
+    address = f"127.0.0.1:{ports['--port']}"
+    # The workers need the address too: parts of Ray Train look for a cluster by themselves and give up, or
+    # find a foreign one, where the machine has several.
+    own = {"RAY_ADDRESS": address, **_auth_env(folder), _MARK: str(folder)}
     with open(folder / "head.log", "wb") as log:
         process = subprocess.Popen(
             _command(folder, ports, num_cpus),
-            env={**_clean_env(), **env, **_auth_env(folder), _MARK: str(folder)},
+            env={**_clean_env(), **env, **own},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     head = PrivateHead(
-        address=f"127.0.0.1:{ports['--port']}",
+        address=address,
         dashboard=f"http://127.0.0.1:{ports['--dashboard-port']}",
         folder=folder,
         process=process,
