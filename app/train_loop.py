@@ -163,7 +163,7 @@ def _run_steps(
     session.close("completed")
     if meter.steps:
         _report(meter, job.rank, reporter)
-    return TrainResult("completed", job.total_steps, state.get("loss"), meter.median_step_s())
+    return TrainResult("completed", job.total_steps, state.get("loss"), meter.steps, meter.median_step_s())
 
 
 def _trainer_state(job: Job, step: int, loss: float) -> TrainerState:
