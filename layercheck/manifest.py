@@ -342,10 +342,6 @@ class AttemptGrant:
     """Seconds from there to this grant."""
     notes: tuple[str, ...] = ()
     """What a person should read: commits counted as absent, unreadable records, changed settings."""
-    detect_s: float | None = None
-    """From the last heartbeat of the attempt before to the moment the failure was noted, if known."""
-    reschedule_s: float | None = None
-    """From there to this claim."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,7 +286,7 @@ class Session:
             if self._config.on_bound == "continue" and step > 0:
                 log.error("the age bound s_max=%d is broken at step %d", self._config.s_max, step)
                 return
-            if time.monotonic() > deadline or not opened.ledger.in_flight:
+            if time.monotonic() > deadline or not opened.ledger.versions.in_flight:
                 raise AgeBoundError(
                     f"step {step}: a layer is s_max={self._config.s_max} steps old and nothing newer was "
                     f"committed within storage_wait_s={self._config.storage_wait_s:g}, or its save was lost",

@@ -40,6 +40,8 @@ from layercheck.persistence.storage import Storage
 
 _MODES = ("composite", "uniform", "strict")
 _MAX_CLAIMS = 20
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 10.0
 
 
 def _silent(_: str) -> None:
@@ -203,15 +205,29 @@ class Coordinator:
             alerts, self._alerts = tuple(self._alerts), []
             return HeartbeatReply(
                 committed_step=self._book.newest_committed[0],
+                committed_part=self._book.newest_committed[1],
                 lost_steps=self._book.lost_steps,
                 fenced=self._fenced,
                 alerts=alerts,
             )
 
     def status(self) -> dict[str, Any]:
-        """See `CoordinatorClient.status`: the keys of `layercheck status --json`."""
+        """See `CoordinatorClient.status`: the keys of `layercheck status --json` and counts of this attempt.
+
+        From memory alone, so that it may be asked often; empty before the first attempt.
+        """
         with self._lock:
-            return summarize(self._read())
+            if self._facts is None:
+                return {}
+            facts, beat = self._facts, self._heart.progress
+            if beat is not None:
+                facts = replace(facts, progress=facts.progress | {beat.attempt: beat})
+            return summarize(facts) | {
+                "num_commits": len(self._book.committed),
+                "num_lost": len(self._book.lost),
+                "open_events": len(self._book.open),
+                "committed_bytes": sum(row.nbytes for c in facts.commits for row in c.records),
+            }
 
     def tick(self) -> None:
         """Does what is due: journals progress, declares late events lost, commits, collects."""
@@ -255,7 +271,12 @@ class Coordinator:
                 detect_s = max(0.0, self._failure_at - self._heart.heard_at)
         self._adopt(claim.facts, claim.plan)
         return AttemptGrant(
-            claim.record.attempt, claim.record.r_b, claim.plan, tuple(notes), detect_s, reschedule_s
+            attempt=claim.record.attempt,
+            r_b=claim.record.r_b,
+            plan=claim.plan,
+            detect_s=detect_s,
+            reschedule_s=reschedule_s,
+            notes=tuple(notes),
         )
 
     def _adopt(self, facts: StoreFacts, plan: RecoveryPlan | None = None) -> None:
@@ -311,7 +332,8 @@ class Coordinator:
             self._book.lose(entry.event, f"its commit failed: {error.message}")
             self._alert(f"event of step {entry.event.step} is lost: its commit failed: {error.message}")
         else:
-            entry.not_before = self._clock() + 0.5 * 2**entry.failures
+            pause_s = _FIRST_PAUSE_S * 2 ** (entry.failures - 1)
+            entry.not_before = self._clock() + min(pause_s, _LONGEST_PAUSE_S)
 
     def _expect_selected(self, trainer_state: TrainerState) -> None:
         """Learns from the session's own books which events must be under way.

@@ -54,9 +54,10 @@ class EventBook:
         return tuple(sorted({event.step for event in self.lost}))
 
     def expect(self, event: EventId, now: float) -> None:
-        """A heartbeat named this event: from now on its timeout runs."""
-        if not self._is_final(event):
-            self.open.setdefault(event, OpenEvent(event, now))
+        """A heartbeat named an event of this step: if none of its parts was heard of, its timeout runs now."""
+        known = (*self.open, *self.lost, *self.committed)
+        if all(other.step != event.step for other in known) and not self._is_final(event):
+            self.open[event] = OpenEvent(event, now)
 
     def add(
         self, event: EventId, rank: int, rows: tuple[ShardRecord, ...], state: TrainerState, now: float
