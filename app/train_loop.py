@@ -161,7 +161,7 @@ def _run_steps(
     if point.step <= job.total_steps:
         session.save_now(state)
     session.close("completed")
-    if meter.steps:
+    if meter.has_news():
         _report(meter, job.rank, reporter)
     return TrainResult("completed", job.total_steps, state.get("loss"), meter.steps, meter.median_step_s())
 
