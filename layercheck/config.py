@@ -13,8 +13,10 @@ class DriftConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     norm: Literal["mean_abs", "rms", "rel_l2", "rel_l1"] = "mean_abs"
+    kind: Literal["path", "displacement"] = "path"
+    """`path`: sum of the updates since the newest version (paper 3.2). `displacement`: distance from it."""
     sample: Literal["auto", "exact", "sampled"] = "auto"
-    """`auto`: exact on an accelerator and for small layers, one block in 64 elsewhere."""
+    """`auto`: exact on an accelerator and for small layers, sampled elsewhere (see `tracking/sample.py`)."""
 
 
 class LayerCheckConfig(BaseModel):

@@ -41,6 +41,9 @@ class DriftReport:
         backlog: bytes that the slowest rank still has to write.
         fenced: a newer attempt has taken over.
         errors: number of ranks whose loss, gradient norm or writer reported a non-finite value.
+        displacement: layer -> distance from its newest version; None where `drift.kind` is `path`.
+        step_s: seconds of the step itself, mean over the ranks.
+        stall_s: seconds for which training waited for saves since the last report, mean over the ranks.
     """
 
     step: int
@@ -52,6 +55,9 @@ class DriftReport:
     backlog: float = 0.0
     fenced: bool = False
     errors: int = 0
+    displacement: dict[str, float] | None = None
+    step_s: float = 0.0
+    stall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
