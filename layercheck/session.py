@@ -115,8 +115,7 @@ class Session:
             The first step to run and the trainer state that belongs to the step before it.
 
         Raises:
-            StoreMismatchError, NoPlanError, RunIsLiveError, RestartLoopError, StorageError: nothing was
-            changed.
+            StoreMismatchError, NoPlanError, RunIsLiveError, RestartLoopError, StorageError: all is as before.
         """
         try:
             grant, receipt = self._recover()
