@@ -115,17 +115,21 @@ def _start_once(num_cpus: int | None, ready_s: float, env: dict[str, str]) -> Pr
     (folder / "r").mkdir()
     _write_token(folder)
     ports = dict(zip(_PORT_FLAGS, _free_ports(len(_PORT_FLAGS)), strict=True))
+    address = f"127.0.0.1:{ports['--port']}"
+    # The workers need the address too: parts of Ray Train look for a cluster by themselves and give up, or
+    # find a foreign one, where the machine has several.
+    own = {"RAY_ADDRESS": address, **_auth_env(folder), _MARK: str(folder)}
     with open(folder / "head.log", "wb") as log:
         process = subprocess.Popen(
             _command(folder, ports, num_cpus),
-            env={**_clean_env(), **env, **_auth_env(folder), _MARK: str(folder)},
+            env={**_clean_env(), **env, **own},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     head = PrivateHead(
-        address=f"127.0.0.1:{ports['--port']}",
+        address=address,
         dashboard=f"http://127.0.0.1:{ports['--dashboard-port']}",
         folder=folder,
         process=process,
@@ -158,9 +162,9 @@ def _command(folder: Path, ports: dict[str, int], num_cpus: int | None) -> list[
 
 def _clean_env() -> dict[str, str]:
     """This process's variables without those that would make the head join or trust another cluster."""
-    return {
-        key: value for key, value in os.environ.items() if not key.startswith(("RAY_ADDRESS", "RAY_AUTH_"))
-    }
+    env = {key: text for key, text in os.environ.items() if not key.startswith(("RAY_ADDRESS", "RAY_AUTH_"))}
+    # Jobs start as `python -m ...`: that must be this interpreter, also where no environment is activated.
+    return {**env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"}
 
 
 def _auth_env(folder: Path) -> dict[str, str]:

@@ -3,12 +3,15 @@
 # ruff: noqa: T201
 import argparse
 import os
+import re
 import shutil
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from cluster.head import PrivateHead, start_head
 from cluster.locks import prepare_extensions
@@ -18,6 +21,8 @@ from layercheck.errors import LayerCheckError
 KILL_STEP = 60
 RUNS = Path("runs")
 _JOB_LIMIT_S = 600.0
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_PROGRESS = re.compile(r"(?:\(RayTrainWorker pid=\d+\) )?((?:step \d|data: |run |recovery |error: ).*)")
 
 
 def main() -> int:
@@ -44,6 +49,7 @@ def _prepare() -> None:
         if (RUNS / name).exists():
             print(f"removing the files of the last demonstration: {RUNS / name}")
             shutil.rmtree(RUNS / name)
+    RUNS.mkdir(exist_ok=True)
     print("compiling DeepSpeed's small op (half a minute, once per machine)", flush=True)
     prepare_extensions(RUNS.absolute() / "quickstart")
 
@@ -66,9 +72,25 @@ def _train(head: PrivateHead, run: str, more: list[str]) -> None:
     from cluster.submit import submit
 
     args = ["--config", "quickstart", "--run-name", run, "--storage", str(RUNS.absolute()), *more]
-    code = submit(head.dashboard, "train", args).follow(limit_s=_JOB_LIMIT_S)
+    log = RUNS / f"{run}.log"
+    lines: list[str] = []
+    with open(log, "w") as file:
+        job = submit(head.dashboard, "train", args)
+        job.show = partial(_show_line, file, lines)
+        code = job.follow(limit_s=_JOB_LIMIT_S)
     if code:
-        raise LayerCheckError(f"run {run} ended with exit code {code}", run=run)
+        print("\n".join(lines[-40:]), file=sys.stderr)
+        raise LayerCheckError(f"run {run} ended with exit code {code}; its log is {log}", run=run)
+
+
+def _show_line(file: TextIO, lines: list[str], line: str) -> None:
+    """Keeps everything, prints the lines of the training loop: Ray tells of a dead worker in hundreds."""
+    plain = _COLOUR.sub("", line)
+    file.write(plain + "\n")
+    file.flush()
+    lines.append(plain)
+    if match := _PROGRESS.fullmatch(plain):
+        print(f"  {match[1]}", flush=True)
 
 
 def _show(kill_step: int) -> int:

@@ -9,11 +9,12 @@ RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH. The working folder is uploaded, wit
 
 import argparse
 import asyncio
+import logging
 import os
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ def _client(address: str) -> JobSubmissionClient:
     # Ray lets these variables override the address that it is given: a job for a private cluster would land
     # on whatever cluster the shell happens to name.
     hidden = {name: os.environ.pop(name, None) for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
+    # It lists every ignored file of the upload.
+    logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         return JobSubmissionClient(address)
     finally:
@@ -89,13 +92,20 @@ def _client(address: str) -> JobSubmissionClient:
 
 
 class JobFollower:
-    """Prints the log of one job until it ends."""
+    """Shows the log of one job, line by line, until it ends.
+
+    Attributes:
+        job: submission id.
+        show: called with every line of the log; prints it unless somebody else takes it.
+    """
 
     def __init__(self, client: JobSubmissionClient, job: str, resume: str) -> None:
         self.job = job
+        self.show: Callable[[str], None] = _print_line
         self._client = client
         self._resume = resume
-        self._num_printed = 0
+        self._num_seen = 0
+        self._begun_line = ""
 
     def follow(self, limit_s: float | None = None) -> int:
         """Returns the job's exit code; `LOST_CONTACT` if it was still running when the wait ended."""
@@ -104,6 +114,7 @@ class JobFollower:
             status = asyncio.run(self._until_end(limit_s))
         except KeyboardInterrupt:
             status = None
+        self._take("\n" if self._begun_line else "")
         if status is None:
             print(f"job {self.job} goes on; ray job logs -f {self.job}, ray job stop {self.job}", flush=True)
             return LOST_CONTACT
@@ -118,7 +129,7 @@ class JobFollower:
         heard_s = time.monotonic()
         while True:
             try:
-                await self._print_log(deadline)
+                await self._follow_log(deadline)
                 status = await asyncio.to_thread(self._client.get_job_status, self.job)
                 heard_s = time.monotonic()
                 if status in _END:
@@ -132,9 +143,9 @@ class JobFollower:
                 return None
             await asyncio.sleep(1)
 
-    async def _print_log(self, deadline: float) -> None:
-        """Prints what is new until the log ends; each connection starts at its first line."""
-        skip = self._num_printed
+    async def _follow_log(self, deadline: float) -> None:
+        """Takes what is new until the log ends; each connection starts at its first line."""
+        skip = self._num_seen
         stream: AsyncIterator[str] = self._client.tail_job_logs(self.job)
         while True:
             left_s = min(deadline - time.monotonic(), 24 * 3600)
@@ -143,8 +154,13 @@ class JobFollower:
             except (StopAsyncIteration, TimeoutError):
                 return
             new, skip = text[skip:], max(0, skip - len(text))
-            self._num_printed += len(new)
-            print(new, end="", flush=True)
+            self._num_seen += len(new)
+            self._take(new)
+
+    def _take(self, text: str) -> None:
+        *lines, self._begun_line = (self._begun_line + text).split("\n")
+        for line in lines:
+            self.show(line)
 
     def _exit_code(self, status: JobStatus) -> int:
         if status == JobStatus.SUCCEEDED:
@@ -153,6 +169,10 @@ class JobFollower:
         if details.driver_exit_code is None and details.message:
             print(details.message, flush=True)
         return details.driver_exit_code or 1
+
+
+def _print_line(line: str) -> None:
+    print(line, flush=True)
 
 
 def with_absolute_storage(args: list[str]) -> list[str]:

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from layercheck.coordination import journal
 from layercheck.errors import LayerCheckError
 from layercheck.manifest import Receipt
+from layercheck.persistence.storage import open_storage
 
 _PHASES = ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s")
 
@@ -25,8 +27,9 @@ def read_summary(run: Path) -> dict[str, Any]:
 
 def read_receipts(run: Path) -> list[Receipt]:
     """The receipts of all recoveries of a run, oldest first."""
-    files = sorted((run / "layercheck" / "attempts").glob("a*.receipt.json"))
-    return [Receipt.model_validate_json(file.read_bytes()) for file in files]
+    storage = open_storage(str(run.parent), run.name)
+    found = (journal.read_receipt(storage, attempt) for attempt in journal.attempt_numbers(storage))
+    return [Receipt.model_validate(receipt) for receipt in found if receipt is not None]
 
 
 def show_receipt(receipt: Receipt) -> str:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.ray
 PROGRAM = """
 import os, sys
 print("arguments", sys.argv[1:], flush=True)
+print("runs", sys.executable, flush=True)
 print("sees", os.environ["RAY_ADDRESS"], flush=True)
 sys.exit(int(sys.argv[sys.argv.index("--code") + 1]))
 """
@@ -58,6 +59,7 @@ def test_a_job_that_succeeds_gives_code_0_and_its_log(head, project):
     assert done.returncode == 0, done.stderr
     assert f"'--storage', '{project}/runs'" in done.stdout
     assert done.stdout.count("arguments") == 1
+    assert f"runs {sys.executable}\n" in done.stdout
 
 
 def test_a_job_that_fails_gives_its_own_code_and_says_how_to_continue(head, project):
