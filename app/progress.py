@@ -36,6 +36,10 @@ class Meter:
         """True on the first step and every `report_every_s`; only rank 0's answer counts."""
         return self.steps == 0 or time.monotonic() - self._reported >= self._every_s
 
+    def has_news(self) -> bool:
+        """Whether a step has ended since the last report; the same on all ranks."""
+        return bool(self._recent)
+
     def report(self) -> dict[str, Any]:
         """The numbers since the last report; starts the next period."""
         now = time.monotonic()

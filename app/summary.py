@@ -29,8 +29,15 @@ class Observed:
 
 
 def write_summary(config: Config, observed: Observed) -> dict[str, Any]:
-    """Builds the summary from storage, writes `<run>/summary.json` and returns it."""
+    """Builds the summary from storage, writes `<run>/summary.json` and returns it.
+
+    A submission that found the run complete changes nothing: the summary is that of the work.
+    """
     files = RunFiles(config.run.folder)
+    if observed.result.status == "completed" and not observed.result.ran and files.exists("summary.json"):
+        before: dict[str, Any] = json.loads(files.read("summary.json"))
+        if before["status"] == "completed":
+            return before
     attempts, steps, writes = read_attempts(files), read_steps(files), read_writes(files)
     resumed = [_resumed(files, attempt) for attempt in attempts if attempt.receipt]
     summary = {

@@ -161,9 +161,9 @@ def _run_steps(
     if point.step <= job.total_steps:
         session.save_now(state)
     session.close("completed")
-    if meter.steps:
+    if meter.has_news():
         _report(meter, job.rank, reporter)
-    return TrainResult("completed", job.total_steps, state.get("loss"), meter.median_step_s())
+    return TrainResult("completed", job.total_steps, state.get("loss"), meter.steps, meter.median_step_s())
 
 
 def _trainer_state(job: Job, step: int, loss: float) -> TrainerState:

@@ -9,10 +9,20 @@ Status = Literal["completed", "fenced", "refused", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """How one life of a worker ended. `step_s` is the median over the steps it ran."""
+    """How one life of a worker ended.
+
+    Attributes:
+        status: see `Status`.
+        steps: number of the last step of the run.
+        final_loss: loss of that step.
+        ran: steps that this life ran; 0 where the run was complete before.
+        step_s: median seconds of these.
+        message: for a person, where the run did not complete.
+    """
 
     status: Status
     steps: int = 0
     final_loss: float | None = None
+    ran: int = 0
     step_s: float | None = None
     message: str = ""

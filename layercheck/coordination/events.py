@@ -54,7 +54,7 @@ class EventBook:
         return tuple(sorted({event.step for event in self.lost}))
 
     def expect(self, event: EventId, now: float) -> None:
-        """A heartbeat named an event of this step: if none of its parts was heard of, its timeout runs now."""
+        """A heartbeat named an event of this step. If no part of it was heard of, its timeout runs now."""
         known = (*self.open, *self.lost, *self.committed)
         if all(other.step != event.step for other in known) and not self._is_final(event):
             self.open[event] = OpenEvent(event, now)

@@ -1,8 +1,8 @@
 """The coordinator without Ray: rank 0 holds the plain class, the other ranks reach it by a key-value store.
 
-Where what runs: rank 0 makes its calls directly and has one thread that answers the other ranks and ticks; on the
-other ranks the writer thread asks and waits. Messages are JSON in the store that the process group was made
-with. No collectives in any of these threads: they would mix with those of training.
+Where what runs: rank 0 makes its calls directly and has one thread that answers the other ranks and ticks; on
+the other ranks the writer thread asks and waits. Messages are JSON in the store that the process group was
+made with. No collectives in any of these threads: they would mix with those of training.
 """
 
 import json
@@ -147,7 +147,7 @@ class RankZeroClient:
         return self._coordinator.status()
 
     def end_attempt(self, attempt: int, how: str, reason: str = "") -> None:
-        """Before the end is written, gives the slower ranks a limited time for the events of the last steps."""
+        """Gives the slower ranks a limited time for the events of the last steps before it says so."""
         deadline = time.monotonic() + _LAST_EVENTS_S
         while how == "completed" and self._thread.is_alive() and time.monotonic() < deadline:
             if not self._coordinator.status().get("open_events"):
@@ -225,6 +225,7 @@ class StoreClient:
             deadline = time.monotonic() + self._answer_s
             while not self._reachable(lambda: self._mailbox.store.check([self._mailbox.answer()])):
                 if time.monotonic() > deadline:
+                    self._mailbox.advance()  # a late answer must not pass for that of the next question
                     self._lost(f"did not answer within {self._answer_s:g} s")
                 time.sleep(_POLL_S)
             answer = json.loads(self._reachable(lambda: self._mailbox.store.get(self._mailbox.answer())))

@@ -249,3 +249,67 @@ def test_a_local_model_folder_is_loaded_and_for_a_recovery_left_unread(tmp_path:
     ):
         assert loaded < 0.02
         assert unread > 0.05
+
+
+PROTECTED: dict[str, Any] = {
+    "checkpoint": {
+        "settings": {
+            "warmup_steps": 4,
+            "warmup_full_every": 2,
+            "s_max": 12,
+            "target_interval": 3,
+            "full_every": 0,
+        }
+    },
+}
+
+
+def _protected(storage: str, steps: int, submission: str, kill_at: int) -> tuple[list[float], Any]:
+    import os
+    import signal
+
+    import torch.distributed as dist
+
+    from app import train_loop
+    from app.config import parse
+
+    losses: list[float] = []
+    reduced = train_loop._reduced
+
+    def spy(*arguments: Any) -> Any:
+        loss, due = reduced(*arguments)
+        losses.append(loss)
+        return loss, due
+
+    class Faults:
+        def maybe_kill(self, rank: int, step: int) -> None:
+            if step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    train_loop._reduced = spy
+    train = SETTINGS["train"] | {"steps": steps, "schedule": "constant"}
+    model = SETTINGS["model"] | {"dropout": 0.1}
+    settings = SETTINGS | PROTECTED | {"run": {"storage": storage}, "train": train, "model": model}
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    result = train_loop.train(
+        parse(settings), rank=rank, world_size=world_size, submission=submission, faults=Faults()
+    )
+    return losses, result
+
+
+def test_i10_a_run_ended_and_extended_has_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
+    whole, _ = run_ranks(2, tmp_path, _protected, str(tmp_path / "whole"), 10, "one", 0)[0]
+    first, ended = run_ranks(2, tmp_path, _protected, str(tmp_path / "parts"), 6, "one", 0)[0]
+    rest, done = run_ranks(2, tmp_path, _protected, str(tmp_path / "parts"), 10, "two", 0)[0]
+    assert (ended.status, done.status, done.steps, done.ran) == ("completed", "completed", 10, 4)
+    assert first == whole[:6]
+    assert rest == whole[6:]
+
+
+def test_a_killed_run_goes_on_at_the_next_step_with_a_loss_near_the_old_one(tmp_path: Path) -> None:
+    assert run_ranks(2, tmp_path, _protected, str(tmp_path), 12, "one", 9) == [None, None]
+    losses, result = run_ranks(2, tmp_path, _protected, str(tmp_path), 12, "one", 0)[0]
+    assert result.status == "completed"
+    assert result.ran in (3, 4), "t_fail is the kill step or the one before"
+    assert len(losses) == result.ran
+    assert losses[0] < 5.9, "a fresh model is above 5.9"

@@ -1,5 +1,6 @@
 """After a kill: the newest version of every layer, at the next step, checked byte by byte."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,19 @@ def _resume_and_look(storage: str, seed: int = 99) -> dict[str, Any]:
     return {"step": point.step, "receipt": point.receipt.model_dump(), "state": state, "adam": adam}
 
 
-@pytest.fixture
-def killed(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def killed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store whose two ranks were killed after step 27."""
-    storage = str(tmp_path / "store")
-    assert run_ranks(2, tmp_path, partial(train, kill_at=KILL_AT), storage, STEPS) == [None, None]
-    return storage
+    tmp = tmp_path_factory.mktemp("killed")
+    assert run_ranks(2, tmp, partial(train, kill_at=KILL_AT), str(tmp / "store"), STEPS) == [None, None]
+    return tmp / "store"
+
+
+@pytest.fixture
+def killed(killed_once: Path, tmp_path: Path) -> str:
+    """A copy of that store, to be recovered or damaged."""
+    shutil.copytree(killed_once, tmp_path / "store")
+    return str(tmp_path / "store")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

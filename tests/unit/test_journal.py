@@ -1,0 +1,118 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from layercheck.coordination import commit_file, journal
+from layercheck.coordination.commit_file import DamagedCommitError
+from layercheck.manifest import Commit, EventId, LineageLink, Progress
+from layercheck.persistence.storage import LocalStorage
+from tests.fakes import flip_bit
+from tests.runs import with_base
+
+EVENT = EventId(step=6, attempt=1)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(str(tmp_path / "layercheck"))
+
+
+def a_commit(storage: LocalStorage, **state: object) -> Commit:
+    group = with_base(storage)
+    rows = tuple(row for rank in (0, 1) for row in group.rows(EVENT, rank, ("norm", "layers.0")))
+    lineage = (LineageLink(attempt=1, r_b=0, predecessor=0, saw_step=-1),)
+    return Commit(event=EVENT, records=rows, trainer_state={"step": 6, **state}, lineage=lineage)
+
+
+def test_a_commit_is_read_back_as_it_was(storage: LocalStorage) -> None:
+    commit = a_commit(storage, lr=1e-5, scale=math.inf, nested={"rng": "keyed", "n": [1, 2.5]})
+    assert commit_file.decode(commit_file.encode(commit), EVENT) == commit
+
+
+def test_any_parquet_reader_opens_a_commit(storage: LocalStorage, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    (tmp_path / "c.parquet").write_bytes(commit_file.encode(a_commit(storage)))
+    table = pq.read_table(tmp_path / "c.parquet")
+    assert table.column_names == [
+        "layer", "step", "attempt", "rank", "world_size", "file", "begin", "end", "nbytes", "xxh3_128",
+        "drift", "threshold", "age", "reason", "snapshot_s", "write_s",
+    ]  # fmt: skip
+    assert set(table.schema.metadata) >= {b"trainer_state", b"lineage", b"event", b"digest", b"format"}
+    assert json.loads(table.schema.metadata[b"trainer_state"]) == {"step": 6}
+
+
+def test_i6_a_commit_moved_to_another_event_is_no_commit(storage: LocalStorage) -> None:
+    data = commit_file.encode(a_commit(storage))
+    with pytest.raises(DamagedCommitError, match="belongs to"):
+        commit_file.decode(data, EventId(step=7, attempt=1))
+
+
+def test_i6_a_truncated_commit_is_no_commit(storage: LocalStorage) -> None:
+    data = commit_file.encode(a_commit(storage))
+    for length in range(0, len(data), 97):
+        with pytest.raises(DamagedCommitError):
+            commit_file.decode(data[:length], EVENT)
+
+
+def flips_that_change_nothing(commit: Commit, step: int) -> int:
+    """Flips every step-th bit; asserts that each gives the same commit or none."""
+    data = commit_file.encode(commit)
+    same = 0
+    for bit in range(0, len(data) * 8, step):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        try:
+            assert commit_file.decode(bytes(flipped), EVENT) == commit, f"bit {bit} gives another commit"
+            same += 1
+        except DamagedCommitError:
+            pass
+    assert same < len(data) * 8 / step, "no flip was ever noticed"
+    return same
+
+
+def test_i6_a_flipped_bit_never_gives_another_commit(storage: LocalStorage) -> None:
+    flips_that_change_nothing(a_commit(storage), step=61)
+
+
+@pytest.mark.slow
+def test_i6_no_flipped_bit_at_all_gives_another_commit(storage: LocalStorage) -> None:
+    flips_that_change_nothing(a_commit(storage), step=1)
+
+
+def test_a_flipped_bit_of_a_progress_file_makes_it_absent(storage: LocalStorage) -> None:
+    """812 read as 813 would resume at a wrong step without a word."""
+    progress = Progress(attempt=1, step=812, trainer_state={"step": 812}, drift={"norm": math.inf})
+    path = Path(storage.root, journal.progress_file(1))
+    journal.write_progress(storage, progress)
+    assert journal.read_progress(storage, 1) == progress
+    for bit in range(len(path.read_bytes()) * 8):
+        flip_bit(path, bit)
+        assert journal.read_progress(storage, 1) in (None, progress)
+        flip_bit(path, bit)
+
+
+def test_a_damaged_progress_file_is_announced(storage: LocalStorage) -> None:
+    with_base(storage)
+    Path(storage.root, journal.progress_file(1)).write_bytes(b'{"step": 4')
+    facts = journal.load_facts(storage)
+    assert facts.progress == {}
+    assert any("progress.json counts as absent" in note for note in facts.notes)
+
+
+def test_unfinished_writes_are_no_records(storage: LocalStorage) -> None:
+    with_base(storage)
+    storage.write("attempts/.tmp-1-a009.json", [b"{"])
+    storage.write("blacklist/.tmp-1", [b"{"])
+    facts = journal.load_facts(storage)
+    assert facts.highest_attempt == 1
+    assert sorted(journal.unfinished(storage)) == ["attempts/.tmp-1-a009.json", "blacklist/.tmp-1"]
+
+
+def test_history_parts_do_not_overwrite_each_other(storage: LocalStorage) -> None:
+    commit = a_commit(storage)  # its warm-up left one part
+    journal.append_history(storage, 1, commit.records)
+    journal.append_history(storage, 1, commit.records)
+    assert storage.list("history") == [f"attempt-001-{part:05d}.parquet" for part in range(3)]
