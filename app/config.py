@@ -200,8 +200,8 @@ class Config(Section):
         self.train.accumulation(self.cluster.workers)
         if self.train.groups == "stock" and self.checkpoint.method == "layercheck":
             raise ValueError(
-                "train.groups='stock' mixes layers, which checkpoint.method='layercheck' cannot save apart: use "
-                "train.groups=layer, or checkpoint.method=none"
+                "train.groups='stock' mixes layers, which checkpoint.method='layercheck' cannot save apart: "
+                "use train.groups=layer, or checkpoint.method=none"
             )
         for kill in self.faults.kill:
             if kill.get("rank", 0) >= self.cluster.workers:

@@ -61,6 +61,11 @@ def ab_ratio(saving: Sequence[Samples], stock: Sequence[Samples]) -> Ratio:
     return Ratio(float(np.median(ours) / np.median(theirs)), float(low), float(high))
 
 
+def mean_step_s(ranks: Sequence[Samples]) -> float:
+    """Mean seconds of a training step."""
+    return float(np.mean([rank.train_s for rank in ranks]))
+
+
 def drift_error_p99(estimated: Sequence[float], exact: Sequence[float]) -> float:
     """99th percentile of |D_est / D_exact - 1|."""
     found = np.asarray(estimated) / np.asarray(exact)
