@@ -5,6 +5,7 @@ Numbers of a plan come from storage alone (I12), so anyone who reads the same st
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from layercheck.coordination.facts import StoreFacts, Version, VersionKey, by_layer, full_events
 from layercheck.coordination.lineage import ENDLESS, Lineage
@@ -148,9 +149,14 @@ def _fixed(begun: AttemptRecord) -> _Failure:
 
 def _rolled_back_from(facts: StoreFacts, begun: AttemptRecord | None, failure: _Failure) -> _Failure:
     """For an attempt that began by a roll-back, how far the attempts before it had come."""
-    for link in reversed(begun.lineage[:-1] if begun else ()):
-        if (before := facts.progress.get(link.attempt)) is not None:
-            return _Failure(max(before.step, failure.step), "journal", {})
+    later = begun.lineage if begun else ()
+    for link, successor in reversed(list(pairwise(later))):
+        beat = facts.progress.get(link.attempt)
+        reached = max(beat.step if beat else -1, successor.saw_step)
+        if reached >= 0:
+            by_commit = beat is None or successor.saw_step > beat.step
+            source: FailSource = "commit" if by_commit else "journal"
+            return _Failure(max(reached, failure.step), source, {})
     return failure
 
 
