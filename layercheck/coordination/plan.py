@@ -128,7 +128,9 @@ def _failure(facts: StoreFacts, lineage: Lineage, at_step: int | None) -> _Failu
         known.append(_Failure(beat.step, source, beat.trainer_state))
     known += [_Failure(c.event.step, "commit", c.trainer_state) for c in facts.live_commits(lineage)]
     for link in lineage.links:
-        if (record := facts.attempts.get(link.attempt)) is not None and record.trainer_state:
+        record = facts.attempts.get(link.attempt)
+        undone = link.r_b > lineage.rolled_back_to(link.attempt)
+        if record is not None and record.trainer_state and not undone:
             known.append(_Failure(record.r_b, "journal", record.trainer_state))
     if at_step is not None:
         known = [failure for failure in known if failure.step <= at_step]
@@ -151,12 +153,12 @@ def _rolled_back_from(facts: StoreFacts, begun: AttemptRecord | None, failure: _
     """For an attempt that began by a roll-back, how far the attempts before it had come."""
     later = begun.lineage if begun else ()
     for link, successor in reversed(list(pairwise(later))):
-        beat = facts.progress.get(link.attempt)
-        reached = max(beat.step if beat else -1, successor.saw_step)
-        if reached >= 0:
-            by_commit = beat is None or successor.saw_step > beat.step
-            source: FailSource = "commit" if by_commit else "journal"
-            return _Failure(max(reached, failure.step), source, {})
+        record, beat = facts.attempts.get(link.attempt), facts.progress.get(link.attempt)
+        if begun is not None and record is not None and record.token == begun.token:
+            continue  # given up for a better plan before it made a step
+        journaled = max(beat.step if beat else -1, link.r_b)
+        source: FailSource = "commit" if successor.saw_step > journaled else "journal"
+        return _Failure(max(journaled, successor.saw_step, failure.step), source, {})
     return failure
 
 

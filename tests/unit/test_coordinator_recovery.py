@@ -147,6 +147,17 @@ def test_i15_versions_beyond_a_roll_back_are_dead(storage: FaultyStorage) -> Non
     assert plan.t_fail == 5
 
 
+def test_i15_a_step_undone_by_a_roll_back_is_not_where_the_next_failure_was(storage: FaultyStorage) -> None:
+    first = with_base(storage)
+    first.train(9, since=4)
+    second = start(storage, first.coordinator, "t2")  # begins at 9
+    assert second.grant.r_b == 9
+    made = second.coordinator
+    assert made.begin_attempt("t3", "s1", 2, "uniform").r_b == WARMUP
+    plan = plan_of(start(storage, made, "t4"))
+    assert (plan.t_fail, plan.resume_step) == (WARMUP, WARMUP + 1)
+
+
 def test_i7_a_store_without_a_usable_version_names_the_layers(storage: FaultyStorage) -> None:
     group = with_base(storage)
     for event in journal.event_folders(storage):
