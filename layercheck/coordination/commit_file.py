@@ -67,6 +67,16 @@ def encode_history(records: Sequence[ShardRecord]) -> bytes:
     return _parquet(pa.Table.from_pylist(_rows(records), schema), {})
 
 
+def decode_history(data: bytes) -> tuple[ShardRecord, ...]:
+    """The rows of one part of the history.
+
+    Raises:
+        pyarrow.ArrowException, ValueError: the part is damaged.
+    """
+    rows = pq.read_table(pa.BufferReader(data)).to_pylist()
+    return tuple(_record(row, row.pop("part")) for row in rows)
+
+
 def decode(data: bytes, event: EventId) -> Commit:
     """The commit of an event from its file.
 

@@ -29,8 +29,10 @@ class Accuracy:
 
 
 def measure_drift(rank: int, storage: str, regime: Regime) -> Accuracy:
-    """Trains with an exact and a sampled meter. Compared every 10th step from 20 on, and whenever a layer's
-    drift would have made it due (its D then starts again at 0).
+    """Trains with an exact and a sampled meter on one engine.
+
+    D is compared every 10th step from 20 on, and whenever it would have made its layer due (it then starts
+    again at 0).
     """
     num_steps = regime.num_steps // 2
     settings = config(storage, "layer", num_steps)
@@ -53,9 +55,7 @@ def measure_drift(rank: int, storage: str, regime: Regime) -> Accuracy:
     return Accuracy(_p99(pairs), _p99(of_embeddings))
 
 
-def _compared(
-    reports: list[tuple[dict[str, float], ...]], layer: str
-) -> list[tuple[float, float]]:
+def _compared(reports: list[tuple[dict[str, float], ...]], layer: str) -> list[tuple[float, float]]:
     """(D_est, D_exact) of one layer at the moments that count."""
     mean = sum(exact[layer] for _, exact in reports) / len(reports)
     threshold = mean * float(CHECKPOINT["target_interval"])

@@ -49,6 +49,6 @@ def written_in(store: str, last_step: int) -> Written:
 def _all_rows(store: str) -> list[ShardRecord]:
     storage = open_store(store)
     kept = [row for commit in journal.load_facts(storage).commits for row in commit.records]
-    gone = [row for row in journal.read_history(storage)]
+    gone = journal.read_history(storage)
     unique = {(row.file, row.layer, row.rank): row for row in [*gone, *kept]}
     return list(unique.values())
