@@ -33,6 +33,7 @@ class RankNotices:
     """What one rank adds to the vector of a step.
 
     Attributes:
+        error: this rank cannot go on: its state is not finite, or its wait is over.
         step_s: seconds of the step itself, without what the session did in it.
         stall_s: seconds for which training waited for saves since the last report.
         committed_step, committed_part, lost_steps, fenced: count on rank 0 alone.
