@@ -83,7 +83,13 @@ class PersistDecision:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step cost and how fresh the store is. `stall_s` is the time training waited for a save."""
+    """What one step cost and how fresh the store is.
+
+    Attributes:
+        stall_s: seconds for which training waited for a save.
+        tracking_s: seconds of `after_step` without the save.
+        still_layers: trainable layers whose measured movement has been zero for a whole rotation: an alarm.
+    """
 
     step: int
     stall_s: float = 0.0
@@ -92,6 +98,7 @@ class StepReport:
     bytes_written: int = 0
     max_age: int = 0
     weighted_age: float = 0.0
+    still_layers: tuple[str, ...] = ()
 
 
 class EventId(Record):

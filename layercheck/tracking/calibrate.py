@@ -26,6 +26,12 @@ def layer_factor(name: str, kind: str, config: LayerCheckConfig) -> float:
     return config.embedding_factor if kind == "embedding" else 1.0
 
 
+def measure_name(config: LayerCheckConfig) -> str:
+    """Rates observed by one measure say nothing of another: `mean_abs`, or `displacement mean_abs`."""
+    drift = config.drift
+    return drift.norm if drift.kind == "path" else f"{drift.kind} {drift.norm}"
+
+
 def check_patterns(layers: tuple[LayerSpec, ...], config: LayerCheckConfig) -> None:
     """A pattern that fits no layer is a mistake that would otherwise show as wrong intervals only.
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from layercheck.layers import LayerKind
+from layercheck.tracking.still import ROTATION
 from layercheck.zero3 import SubGroup
 
 SMALL_NUMEL = 32768
 """A run of elements up to this size is looked at as a whole."""
-ROTATION = 31
-"""Steps after which every element has been looked at, in every layer."""
 _PHASE_STEP = 27  # neighbouring steps look at distant blocks
 
 
