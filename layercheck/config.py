@@ -40,7 +40,7 @@ class LayerCheckConfig(BaseModel):
     """Layer name pattern -> its K0 as a multiple of the global K0; the first that fits, before
     `embedding_factor`. Wildcards as in file names: `{"layers.0": 2.0, "*norm": 0.5}`."""
     overhead_budget: float | None = Field(None, gt=0, lt=1)
-    """Part of the step time that saving may cost; K moves to meet it, from where `target_interval` puts it."""
+    """Part of the step time that saving may cost; K moves to meet it; `target_interval` is the start."""
     s_max: int = Field(400, ge=4)
     """No layer is ever older than this many steps, counted against committed versions (I1)."""
     max_event_share: float = Field(0.15, gt=0, le=1)
