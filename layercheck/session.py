@@ -351,8 +351,8 @@ class Session:
         decision = PersistDecision(
             step=step,
             writes=tuple(
-                LayerWrite(layer.name, "full", drift.get(layer.name, 0.0), 0.0, ages.get(layer.name, 0))
-                for layer in self._zero3.layer_map.layers
+                LayerWrite(name, "full", drift.get(name, 0.0), 0.0, ages.get(name, 0))
+                for name in opened.ledger.full_set
             ),
         )
         opened.part += 1
@@ -363,7 +363,7 @@ class Session:
             report = self._poll(opened, step, deadline)
             if (report.committed_step, report.committed_part) >= (step, opened.part):
                 opened.ledger.saved_now(step)
-                self.meter.take(step, self._zero3.slices)
+                self.meter.take(step, opened.ledger.full_set)
                 self.meter.settle((step,), ())
                 return
             if step in report.lost_steps or report.errors:

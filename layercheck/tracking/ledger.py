@@ -202,11 +202,7 @@ class Ledger:
             newest_full=self.versions.newest_full,
             event_taken=self._event_step == step,
             layers=tuple(self._facts_of(layer, in_flight) for layer in self.layer_map.trainable),
-            frozen=tuple(
-                layer.name
-                for layer in self.layer_map.layers
-                if not layer.trainable and self.versions.layers[layer.name].selected < 0
-            ),
+            frozen=self._unsaved_frozen,
         )
 
     def select(self, decision: PersistDecision) -> None:
@@ -226,7 +222,7 @@ class Ledger:
         """A full event of this step, outside the policy's schedule, is committed (I10)."""
         for earlier in self.versions.in_flight:
             self.versions.commit(earlier)
-        self.versions.take(step, self.versions.layers, full=True)
+        self.versions.take(step, self.full_set, full=True)
         self.versions.commit(step)
         self._event_step = step
         self._stagger()
@@ -239,6 +235,11 @@ class Ledger:
         if not self._delays:
             return min(_FIRST_MARGIN, self.config.s_max // 4)
         return min(self.lag + 1 + ceil(1.5 * max(self._delays)), self.config.s_max // 4)
+
+    @property
+    def full_set(self) -> tuple[str, ...]:
+        """What a full event of now holds: all trainable layers, and the frozen ones without a version."""
+        return self._names + self._unsaved_frozen
 
     @property
     def drift(self) -> dict[str, float]:
@@ -281,6 +282,15 @@ class Ledger:
     @property
     def _names(self) -> tuple[str, ...]:
         return tuple(layer.name for layer in self.layer_map.trainable)
+
+    @property
+    def _unsaved_frozen(self) -> tuple[str, ...]:
+        layers = self.versions.layers
+        return tuple(
+            layer.name
+            for layer in self.layer_map.layers
+            if not layer.trainable and layers[layer.name].selected < 0
+        )
 
     def _facts_of(self, spec: LayerSpec, in_flight: frozenset[str]) -> LayerFacts:
         layer = self.versions.layers[spec.name]
