@@ -66,7 +66,7 @@ def _receive(pipe: Any) -> tuple[str, Any]:
 
 @cache
 def _extensions() -> dict[str, str]:
-    """Where the ranks find DeepSpeed's op. A killed test must not leave a lock for the next one to wait for."""
+    """Where the ranks find DeepSpeed's op. A test that was killed must leave no lock for the next one."""
     found = prepare_extensions(tempfile.gettempdir())
     os.environ |= found
     return found
