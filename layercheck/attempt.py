@@ -25,6 +25,8 @@ class Attempt:
         part: number of `save_now` events taken.
         since: when training began, monotonic seconds.
         told_lost: lost events that went through the all-reduce already.
+        ended: when `after_step` last returned, monotonic seconds.
+        step_s: seconds between that and the next call; `stall_s` the stall in the call before.
     """
 
     number: int
@@ -40,6 +42,9 @@ class Attempt:
     state: TrainerState = field(default_factory=dict)
     since: float = field(default_factory=time.monotonic)
     told_lost: set[int] = field(default_factory=set)
+    ended: float = field(default_factory=time.monotonic)
+    step_s: float = 0.0
+    stall_s: float = 0.0
 
     def warn_if_age_dominates(self, step: int) -> None:
         """Says, at most every `REASON_WINDOW` steps, that the threshold decides nothing."""
@@ -55,11 +60,19 @@ class Attempt:
         """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last."""
         backlog = self.writer.backlog_bytes
         if self.link is None:
-            return RankNotices(backlog)
+            return RankNotices(backlog, step_s=self.step_s, stall_s=self.stall_s)
         reply = self.link.reply
         untold = sorted(set(reply.lost_steps) - self.told_lost)
         told, later = untold[:LOST_SLOTS], untold[LOST_SLOTS:]
         self.told_lost.update(told)
         # A commit newer than a loss that has no slot yet would pass the lost event off as committed.
         committed = min(reply.committed_step, later[0] - 1) if later else reply.committed_step
-        return RankNotices(backlog, False, committed, reply.committed_part, tuple(told), reply.fenced)
+        return RankNotices(
+            backlog,
+            committed_step=committed,
+            committed_part=reply.committed_part,
+            lost_steps=tuple(told),
+            fenced=reply.fenced,
+            step_s=self.step_s,
+            stall_s=self.stall_s,
+        )

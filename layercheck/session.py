@@ -131,6 +131,7 @@ class Session:
             return ResumePoint(step=1)
         self._zero3.set_global_state(plan.resume_step - 1, plan.trainer_state)
         opened.step, opened.skipped = self._zero3.step, self._zero3.skipped
+        self.meter.take(opened.step, self._zero3.slices)
         self._announce(opened, plan.trainer_state)
         if opened.link is not None and receipt is not None:
             opened.link.note_receipt(receipt)
@@ -209,12 +210,12 @@ class Session:
                 f"after_step(step={step}): engine.global_steps is {self._zero3.step}; pass that"
             )
         started = time.monotonic()
-        opened.step = step
+        opened.step, opened.step_s = step, started - opened.ended
         state: TrainerState = {**(trainer_state or {}), "step": step, **self._zero3.global_state()}
         opened.state = state
         report = self._exchange(opened, step, self._is_poisoned(opened, state))
         self._refuse_poison(opened, report)
-        opened.ledger.observe(report)
+        self._observe(opened, report)
         decision = decide(opened.ledger.facts(step, report.lr), self._config)
         tracked = time.monotonic()
         nbytes = self._save(opened, decision, state)
@@ -230,11 +231,13 @@ class Session:
             bytes_written=nbytes,
             max_age=opened.ledger.max_age(step),
             weighted_age=opened.ledger.weighted_age(step),
+            still_layers=opened.ledger.still.layers,
         )
         if opened.run_log is not None:
             opened.run_log.step(result, state, report, decision, opened.ledger)
             opened.warn_if_age_dominates(step)
         self._complete_receipt(opened, step, state)
+        opened.stall_s, opened.ended = result.stall_s, time.monotonic()
         return result
 
     def _exchange(self, opened: Attempt, step: int, error: bool = False) -> DriftReport:
@@ -245,6 +248,12 @@ class Session:
                 step=step,
             )
         return report
+
+    def _observe(self, opened: Attempt, report: DriftReport) -> None:
+        events = opened.ledger.observe(report)
+        self.meter.settle(events.committed, events.lost)
+        if events.still and opened.link is not None:
+            log.warning("not moving by step %d: %s; are their updates seen?", report.step, events.still)
 
     def _is_poisoned(self, opened: Attempt, state: TrainerState) -> bool:
         if self._zero3.skipped > opened.skipped:
@@ -272,6 +281,7 @@ class Session:
             return 0
         if part == 0:
             opened.ledger.select(decision)
+            self.meter.take(decision.step, [write.layer for write in decision.writes])
         state = {**state, "layercheck": opened.ledger.to_state()}
         event = EventId(step=decision.step, attempt=opened.number, part=part)
         try:
@@ -310,7 +320,7 @@ class Session:
             opened.link.wait_for_answer(ANSWER_S)
         is_late = opened.link is not None and time.monotonic() > deadline
         report = self._exchange(opened, step, error=is_late)
-        opened.ledger.observe(report)
+        self._observe(opened, report)
         return report
 
     def _complete_receipt(self, opened: Attempt, step: int, state: TrainerState) -> None:
@@ -341,8 +351,8 @@ class Session:
         decision = PersistDecision(
             step=step,
             writes=tuple(
-                LayerWrite(layer.name, "full", drift.get(layer.name, 0.0), 0.0, ages.get(layer.name, 0))
-                for layer in self._zero3.layer_map.layers
+                LayerWrite(name, "full", drift.get(name, 0.0), 0.0, ages.get(name, 0))
+                for name in opened.ledger.full_set
             ),
         )
         opened.part += 1
@@ -353,6 +363,8 @@ class Session:
             report = self._poll(opened, step, deadline)
             if (report.committed_step, report.committed_part) >= (step, opened.part):
                 opened.ledger.saved_now(step)
+                self.meter.take(step, opened.ledger.full_set)
+                self.meter.settle((step,), ())
                 return
             if step in report.lost_steps or report.errors:
                 raise StorageError(
@@ -366,6 +378,7 @@ class Session:
             how: `completed`, `failed` or `fenced`.
             reason: for people, if it did not complete.
         """
+        self.meter.close()
         opened, self._open = self._open, None
         if opened is None:
             return
