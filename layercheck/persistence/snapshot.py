@@ -22,6 +22,7 @@ from torch import Tensor
 from layercheck.errors import StorageError
 from layercheck.manifest import EventId, LayerWrite, PersistDecision, TrainerState
 from layercheck.persistence.shard_file import (
+    RngState,
     ShardAbout,
     ShardLayout,
     ShardTensor,
@@ -165,14 +166,17 @@ class SnapshotTaker:
         decision: PersistDecision,
         trainer_state: TrainerState,
         submit: Callable[[Snapshot], None],
+        rng: RngState | None = None,
     ) -> Snapshot:
         """Copies the chosen layers; at return the live state may change.
+
+        `rng` rides in the file's header.
 
         Raises:
             StorageError: no staging memory became free in time; the event is then lost, training may go on.
         """
         parts = [part for write in decision.writes for part in self._zero3.slices[write.layer]]
-        shard, sources = self._layout(event, parts)
+        shard, sources = self._layout(event, parts, rng)
         stream = BlockStream(self._pool, streaming=shard.total > self._pool.capacity_bytes)
         snapshot = Snapshot(event, decision.writes, trainer_state, shard, stream)
         submit(snapshot)
@@ -184,7 +188,9 @@ class SnapshotTaker:
             stream.finish(complete)
         return snapshot
 
-    def _layout(self, event: EventId, parts: list[ParamSlice]) -> tuple[ShardLayout, list[Tensor]]:
+    def _layout(
+        self, event: EventId, parts: list[ParamSlice], rng: RngState | None
+    ) -> tuple[ShardLayout, list[Tensor]]:
         tensors: list[ShardTensor] = []
         slices: list[SliceMeta] = []
         sources: list[Tensor] = []
@@ -211,6 +217,7 @@ class SnapshotTaker:
             part=event.part,
             rank=self._zero3.rank,
             world_size=self._zero3.world_size,
+            rng=rng,
         )
         return layout(tensors, slices, about), sources
 
