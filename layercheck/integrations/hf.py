@@ -43,7 +43,7 @@ _FOREIGN_GROUPS = ("params", "model", "optimizer_dict")
 """Optimizers that come with one of these bring their own groups (GaLore, LOMO)."""
 
 
-class LayerCheckCallback(TrainerCallback):  # type: ignore[misc]
+class LayerCheckCallback(TrainerCallback):
     """Holds the session of one `Trainer`. Give it to a trainer that has `LayerCheckTrainerMixin`.
 
     Args:
@@ -206,7 +206,7 @@ class LayerCheckTrainerMixin:
         trainer: Any = self
         callback = _callback_of(self)
         if callback is None:
-            return tuple(start(max_steps, per_epoch, num_epochs, folder, trial))  # type: ignore[return-value]
+            return tuple(start(max_steps, per_epoch, num_epochs, folder, trial))
         model, _ = super()._prepare_for_training(max_steps, None, None)  # type: ignore[misc]
         self._prepared = model
         point = callback.open(trainer.deepspeed, trainer.lr_scheduler)
@@ -225,7 +225,7 @@ class LayerCheckTrainerMixin:
     ) -> tuple[Any, Any]:
         if _callback_of(self) is None:
             prepare = super()._prepare_for_training  # type: ignore[misc]
-            return tuple(prepare(max_steps, train_dataloader, resume_from_checkpoint))  # type: ignore[return-value]
+            return tuple(prepare(max_steps, train_dataloader, resume_from_checkpoint))
         trainer: Any = self
         trainer.callback_handler.train_dataloader = train_dataloader
         return self._prepared, train_dataloader
@@ -250,7 +250,7 @@ def _check_hooks() -> None:
 def _write_state(trainer: Any, folder: Path, max_steps: int, point: ResumePoint) -> None:
     """The least of a `trainer_state.json` that makes Trainer go on with the resume step."""
     saved = {key: value for key, value in point.trainer_state.get("hf", {}).items() if key in _KEPT}
-    state = TrainerState(**{**saved, "global_step": point.step - 1})
+    state: Any = TrainerState(**{**saved, "global_step": point.step - 1})
     state.train_batch_size = trainer._train_batch_size
     state.compute_steps(trainer.args, max_steps)
     state.save_to_json(str(folder / STATE_FILE))
