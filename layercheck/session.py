@@ -55,6 +55,7 @@ def attach(
     takeover: bool = False,
     run_info: dict[str, Any] | None = None,
     rng: RngPolicy = "keyed",
+    store: Storage | None = None,
 ) -> "Session":
     """Binds a session to a DeepSpeed ZeRO-3 engine whose optimizer was given `layer_groups`.
 
@@ -69,6 +70,7 @@ def attach(
         run_info: `config` and `tokenizer_files` to be kept in run.json.
         rng: `captured` for a loop that draws from the global generators: each rank's states ride with the
             events and come back by `resume`; `keyed` for one whose draws are functions of the step.
+        store: the run's `layercheck` folder if it is not to be opened from `storage`.
 
     Raises:
         ConfigError: a setting is unknown or out of range.
@@ -77,7 +79,7 @@ def attach(
     """
     settings = parse_config(config)
     zero3 = Zero3Engine(engine)
-    store = open_storage(storage, run)
+    store = store or open_storage(storage, run)
     client = coordinator or in_process_client(store, settings, zero3.rank, zero3.world_size)
     who = Submission(run, submission or uuid.uuid4().hex, takeover, run_info or {})
     return Session(zero3, store, open_run_folder(storage, run), settings, client, who, rng)
@@ -104,7 +106,7 @@ class Session:
         self._submission = submission
         self._rng: RngPolicy = rng
         self._recovered_rng: RngState | None = None
-        self._meter = DriftMeter(zero3, config.drift)
+        self.meter = DriftMeter(zero3, config.drift)
         self._open: Attempt | None = None
 
     # ------------------------------------------------------------------ resume
@@ -162,7 +164,7 @@ class Session:
         self._save(opened, decision, {"step": 0})
         self._announce(opened, {"step": 0})
         self._wait_for_commits(opened, {"step": 0}, 0.0)
-        self._meter.reset()
+        self.meter.reset()
 
     # ------------------------------------------------------------------ after every step
 
@@ -215,7 +217,7 @@ class Session:
         return result
 
     def _exchange(self, opened: Attempt, step: int, error: bool = False) -> DriftReport:
-        report = self._meter.reduce(step, replace(opened.notices(), error=error))
+        report = self.meter.reduce(step, replace(opened.notices(), error=error))
         if report.fenced:
             raise FencedError(
                 f"attempt {opened.number} of run {self._submission.run} was taken over at step {step}",
