@@ -32,6 +32,7 @@ class Attempt:
         part: number of `save_now` events taken.
         since: when training began, monotonic seconds.
         told_lost: lost events that went through the all-reduce already.
+        alerts: what the next `StepReport` tells a person; see `alert`, `take_alerts`.
     """
 
     number: int
@@ -47,6 +48,20 @@ class Attempt:
     state: TrainerState = field(default_factory=dict)
     since: float = field(default_factory=time.monotonic)
     told_lost: set[int] = field(default_factory=set)
+    alerts: list[str] = field(default_factory=list)
+
+    def alert(self, text: str) -> None:
+        """Something that this rank's training thread has to tell: in the log now, and in the next report."""
+        log.error("%s", text)
+        self.alerts.append(text)
+
+    def take_alerts(self) -> tuple[str, ...]:
+        """All that is to be told since the last call: also the writer's, on rank 0 the coordinator's."""
+        told = self.link.take_alerts() if self.link is not None else []
+        for text in told:
+            log.error("%s", text)
+        own, self.alerts = self.alerts, []
+        return (*own, *self.writer.take_alerts(), *told)
 
     def warn_if_age_dominates(self, step: int) -> None:
         """Says, at most every `REASON_WINDOW` steps, that the threshold decides nothing."""

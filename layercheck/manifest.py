@@ -77,7 +77,10 @@ class PersistDecision:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step cost and how fresh the store is. `stall_s` is the time training waited for a save."""
+    """What one step cost and how fresh the store is. `stall_s` is the time training waited for a save.
+
+    `alerts` is what a person should know since the last step; that of the coordinator comes on rank 0.
+    """
 
     step: int
     stall_s: float = 0.0
@@ -86,6 +89,7 @@ class StepReport:
     bytes_written: int = 0
     max_age: int = 0
     weighted_age: float = 0.0
+    alerts: tuple[str, ...] = ()
 
 
 class EventId(Record):

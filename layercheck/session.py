@@ -209,6 +209,7 @@ class Session:
             bytes_written=nbytes,
             max_age=opened.ledger.max_age(step),
             weighted_age=opened.ledger.weighted_age(step),
+            alerts=opened.take_alerts(),
         )
         if opened.run_log is not None:
             opened.run_log.step(result, state, report, decision, opened.ledger)
@@ -255,11 +256,17 @@ class Session:
         event = EventId(step=decision.step, attempt=opened.number, part=part)
         try:
             rng = random_state.capture() if self._rng == "captured" else None
-            return opened.taker.take(event, decision, state, opened.writer.submit, rng).layout.total
+            snapshot = opened.taker.take(event, decision, state, opened.writer.submit, rng)
         except StorageError as error:
             # The writer reports this event as lost; its drift comes back by the notice (I9).
-            log.error("event %s is lost: %s", event.folder, error)
+            opened.alert(f"event {event.folder} is lost: {error}")
             return 0
+        if snapshot.stream.streaming:
+            opened.alert(
+                f"event {event.folder} of {snapshot.layout.total} bytes on rank {self._zero3.rank} is larger "
+                f"than the staging memory: training waited {snapshot.stream.copy_s:.2f} s; raise staging_bytes"
+            )
+        return snapshot.layout.total
 
     def _announce(self, opened: Attempt, state: TrainerState) -> None:
         if opened.link is not None:
@@ -274,7 +281,7 @@ class Session:
             # Not empty only if the event of an earlier step was lost while we waited.
             self._save(opened, decision, state)
             if self._config.on_bound == "continue" and step > 0:
-                log.error("the age bound s_max=%d is broken at step %d", self._config.s_max, step)
+                opened.alert(f"the age bound s_max={self._config.s_max} is broken at step {step}")
                 return
             if not opened.ledger.versions.in_flight or self._poll(opened, step, deadline).errors:
                 raise AgeBoundError(
