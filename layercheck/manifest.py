@@ -89,6 +89,7 @@ class StepReport:
         stall_s: seconds for which training waited for a save.
         tracking_s: seconds of `after_step` without the save.
         still_layers: trainable layers whose measured movement has been zero for a whole rotation: an alarm.
+        alerts: what a person should know since the last step; the coordinator's come on rank 0.
     """
 
     step: int
@@ -99,6 +100,7 @@ class StepReport:
     max_age: int = 0
     weighted_age: float = 0.0
     still_layers: tuple[str, ...] = ()
+    alerts: tuple[str, ...] = ()
 
 
 class EventId(Record):
