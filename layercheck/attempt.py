@@ -1,5 +1,6 @@
 """What a session holds while it is open."""
 
+import logging
 import time
 from dataclasses import dataclass, field
 
@@ -8,8 +9,10 @@ from layercheck.manifest import Receipt, TrainerState
 from layercheck.persistence.snapshot import SnapshotTaker
 from layercheck.persistence.writer import ShardWriter
 from layercheck.tracking.drift import LOST_SLOTS, RankNotices
-from layercheck.tracking.ledger import Ledger
+from layercheck.tracking.ledger import REASON_WINDOW, Ledger
 from layercheck.tracking.run_log import RunLog
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -37,6 +40,16 @@ class Attempt:
     state: TrainerState = field(default_factory=dict)
     since: float = field(default_factory=time.monotonic)
     told_lost: set[int] = field(default_factory=set)
+
+    def warn_if_age_dominates(self, step: int) -> None:
+        """Says, at most every `REASON_WINDOW` steps, that the threshold decides nothing."""
+        if step % REASON_WINDOW == 0 and self.ledger.age_dominates:
+            log.warning(
+                "step %d: most layer writes of the last %d steps came from the age limit, so the threshold "
+                "decides little: lower target_interval (or k0), or raise s_max",
+                step,
+                REASON_WINDOW,
+            )
 
     def notices(self) -> RankNotices:
         """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last."""

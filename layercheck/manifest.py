@@ -40,7 +40,7 @@ class DriftReport:
         lost_steps: events that were declared lost since the last report.
         backlog: bytes that the slowest rank still has to write.
         fenced: a newer attempt has taken over.
-        errors: number of ranks whose loss, gradient norm or writer reported a non-finite value.
+        errors: number of ranks that cannot go on: a non-finite loss or gradient norm, or a wait that is over.
     """
 
     step: int

@@ -16,7 +16,7 @@ import psutil
 
 from layercheck.attempt import Attempt
 from layercheck.config import LayerCheckConfig, parse_config
-from layercheck.coordination.in_process import in_process_client
+from layercheck.coordination.in_process import RankZeroClient, in_process_client
 from layercheck.coordination.link import HeartbeatLink
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import AgeBoundError, FencedError, LayerCheckError, NonFiniteStateError, StorageError
@@ -35,7 +35,7 @@ from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
 from layercheck.persistence.storage import Storage, open_run_folder, open_storage
 from layercheck.persistence.writer import ShardWriter
 from layercheck.recovery.begin import Submission, begin
-from layercheck.recovery.restore import restore
+from layercheck.recovery.restore import in_words, restore
 from layercheck.tracking.drift import DriftMeter
 from layercheck.tracking.ledger import Ledger
 from layercheck.tracking.policy import decide
@@ -43,7 +43,8 @@ from layercheck.tracking.run_log import RunLog
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
-POLL_S = 1.0
+POLL_S = 0.05
+ANSWER_S = 1.0
 CLOSE_S = 60.0
 LATER_STEPS = 20
 
@@ -114,16 +115,13 @@ class Session:
             The first step to run and the trainer state that belongs to the step before it.
 
         Raises:
-            StoreMismatchError, NoPlanError, RunIsLiveError, RestartLoopError, StorageError: nothing was
-            changed.
+            StoreMismatchError, NoPlanError, RunIsLiveError, RestartLoopError, StorageError: all is as before.
         """
-        started = time.monotonic()
-        grant = begin(self._zero3, self._storage, self._coordinator, self._config, self._submission)
-        receipt: Receipt | None = None
-        if grant.plan is not None:
-            grant, receipt = restore(
-                self._zero3, self._storage, self._coordinator, grant, time.monotonic() - started
-            )
+        try:
+            grant, receipt = self._recover()
+        except BaseException:
+            self._close_own_coordinator()
+            raise
         self._open = opened = self._start(grant, receipt)
         plan = grant.plan
         if plan is None:
@@ -133,8 +131,17 @@ class Session:
         opened.step, opened.skipped = self._zero3.step, self._zero3.skipped
         self._announce(opened, plan.trainer_state)
         if opened.link is not None and receipt is not None:
-            self._coordinator.note_receipt(grant.attempt, receipt.model_dump(mode="json"))
+            opened.link.note_receipt(receipt)
+            log.warning("%s", in_words(receipt))
         return ResumePoint(plan.resume_step, plan.trainer_state, receipt)
+
+    def _recover(self) -> tuple[AttemptGrant, Receipt | None]:
+        started = time.monotonic()
+        grant = begin(self._zero3, self._storage, self._coordinator, self._config, self._submission)
+        if grant.plan is None:
+            return grant, None
+        plan_s = time.monotonic() - started
+        return restore(self._zero3, self._storage, self._coordinator, grant, plan_s)
 
     def _start(self, grant: AttemptGrant, receipt: Receipt | None) -> Attempt:
         zero3, config = self._zero3, self._config
@@ -224,6 +231,7 @@ class Session:
         )
         if opened.run_log is not None:
             opened.run_log.step(result, state, report, decision, opened.ledger)
+            opened.warn_if_age_dominates(step)
         self._complete_receipt(opened, step, state)
         return result
 
@@ -286,18 +294,20 @@ class Session:
             if self._config.on_bound == "continue" and step > 0:
                 log.error("the age bound s_max=%d is broken at step %d", self._config.s_max, step)
                 return
-            if time.monotonic() > deadline or not opened.ledger.versions.in_flight:
+            if not opened.ledger.versions.in_flight or self._poll(opened, step, deadline).errors:
                 raise AgeBoundError(
                     f"step {step}: a layer is s_max={self._config.s_max} steps old and nothing newer was "
                     f"committed within storage_wait_s={self._config.storage_wait_s:g}, or its save was lost",
                     step=step,
                 )
-            self._poll(opened, step)
 
-    def _poll(self, opened: Attempt, step: int) -> DriftReport:
+    def _poll(self, opened: Attempt, step: int, deadline: float) -> DriftReport:
+        """One look of waiting ranks at the news; `errors` tells all of them alike that time is up."""
         if opened.link is not None:
-            opened.link.wait_for_answer(POLL_S)
-        report = self._exchange(opened, step)
+            time.sleep(POLL_S)
+            opened.link.wait_for_answer(ANSWER_S)
+        is_late = opened.link is not None and time.monotonic() > deadline
+        report = self._exchange(opened, step, error=is_late)
         opened.ledger.observe(report)
         return report
 
@@ -312,7 +322,7 @@ class Session:
         else:
             return
         opened.receipt = receipt.model_copy(update=update)
-        self._coordinator.note_receipt(opened.number, opened.receipt.model_dump(mode="json"))
+        opened.link.note_receipt(opened.receipt)
 
     # ------------------------------------------------------------------ save now, close
 
@@ -338,11 +348,11 @@ class Session:
         self._announce(opened, state)
         deadline = time.monotonic() + self._config.storage_wait_s
         while True:
-            report = self._poll(opened, step)
+            report = self._poll(opened, step, deadline)
             if (report.committed_step, report.committed_part) >= (step, opened.part):
                 opened.ledger.saved_now(step)
                 return
-            if step in report.lost_steps or time.monotonic() > deadline:
+            if step in report.lost_steps or report.errors:
                 raise StorageError(
                     f"the full event of step {step} was not committed; see the log above", step=step
                 )
@@ -363,7 +373,19 @@ class Session:
             opened.run_log.close()
         if opened.link is not None:
             opened.link.close(CLOSE_S)
+            self._end_attempt(opened, how, reason)
+        self._close_own_coordinator()
+
+    def _end_attempt(self, opened: Attempt, how: str, reason: str) -> None:
+        try:
             self._coordinator.end_attempt(opened.number, how, reason)
+        except LayerCheckError as error:
+            # The store says less of how this attempt ended; nothing that was saved depends on it.
+            log.error("the end of attempt %d could not be noted: %s", opened.number, error)
+
+    def _close_own_coordinator(self) -> None:
+        if isinstance(self._coordinator, RankZeroClient):
+            self._coordinator.close()
 
     def _need_open(self) -> Attempt:
         if self._open is None:

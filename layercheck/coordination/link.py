@@ -8,8 +8,8 @@ import logging
 import threading
 
 from layercheck.coordination.protocol import CoordinatorClient
-from layercheck.errors import CoordinatorLostError, FencedError
-from layercheck.manifest import HeartbeatReply, TrainerState
+from layercheck.errors import CoordinatorLostError, FencedError, LayerCheckError
+from layercheck.manifest import HeartbeatReply, Receipt, TrainerState
 
 log = logging.getLogger(__name__)
 REPEAT_S = 5.0
@@ -23,6 +23,7 @@ class HeartbeatLink:
         self._coordinator = coordinator
         self._attempt = attempt
         self._newest: Beat | None = None
+        self._receipt: Receipt | None = None
         self._sent: Beat | None = None
         self._closing = False
         self._changed = threading.Condition()
@@ -35,6 +36,12 @@ class HeartbeatLink:
         """Hands over the newest complete step; never waits."""
         with self._changed:
             self._newest = (step, trainer_state, drift)
+            self._changed.notify_all()
+
+    def note_receipt(self, receipt: Receipt) -> None:
+        """Hands over a receipt; never waits, and a failure never reaches training."""
+        with self._changed:
+            self._receipt = receipt
             self._changed.notify_all()
 
     def poke(self) -> None:
@@ -62,13 +69,25 @@ class HeartbeatLink:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._newest is not self._sent, REPEAT_S)
+                self._changed.wait_for(self._has_work, REPEAT_S)
                 closing, beat = self._closing, self._newest
                 fresh, self._sent = beat is not self._sent, beat
+                receipt, self._receipt = self._receipt, None
+            if receipt is not None:
+                self._send_receipt(receipt)
             if beat is not None and (fresh or not closing):
                 self._send(beat)
             if closing:
                 return
+
+    def _has_work(self) -> bool:
+        return self._closing or self._receipt is not None or self._newest is not self._sent
+
+    def _send_receipt(self, receipt: Receipt) -> None:
+        try:
+            self._coordinator.note_receipt(self._attempt, receipt.model_dump(mode="json"))
+        except LayerCheckError as error:
+            log.error("the receipt of attempt %d was not written: %s", self._attempt, error)
 
     def _send(self, beat: Beat) -> None:
         step, trainer_state, drift = beat

@@ -104,3 +104,15 @@ def _receipt(grant: AttemptGrant, plan: RecoveryPlan, bad: tuple[BadShard, ...])
         detect_s=grant.detect_s,
         reschedule_s=grant.reschedule_s,
     )
+
+
+def in_words(receipt: Receipt) -> str:
+    """The line that tells a person what came back: mixed ages are never silent."""
+    older = sum(bool(layer["fallback"]) for layer in receipt.layers)
+    return (
+        f"recovered ({receipt.mode}) after step {receipt.t_fail} (known from {receipt.t_fail_source}):"
+        f" going on at step {receipt.resume_step} with layers 0 to {receipt.max_age} steps old,"
+        f" {receipt.weighted_age:.1f} on average, {receipt.lost_steps:.1f} steps of progress lost;"
+        f" {receipt.nbytes} bytes, plan {receipt.plan_s:.2f} s, fetch {receipt.fetch_s:.2f} s,"
+        f" install {receipt.install_s:.2f} s; {len(receipt.bad)} bad shards, {older} layers fell back"
+    )

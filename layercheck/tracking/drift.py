@@ -32,7 +32,11 @@ _STRIDE = 27  # coprime to SAMPLE_EVERY: neighbouring steps look at distant bloc
 
 @dataclass(frozen=True, slots=True)
 class RankNotices:
-    """What one rank adds to the vector of a step. The last three fields count on rank 0 alone."""
+    """What one rank adds to the vector of a step.
+
+    `error`: this rank cannot go on: its state is not finite, or its wait is over. The fields after it count
+    on rank 0 alone.
+    """
 
     backlog: float = 0.0
     error: bool = False
@@ -57,9 +61,9 @@ class DriftMeter:
         sampled = config.sample == "sampled" or (config.sample == "auto" and on_cpu)
         self._small = SMALL_NUMEL if sampled else math.inf
         self._vector_device = zero3.collective_device
+        self._phase = 0
         self._sums = torch.zeros(2, len(self._layers), dtype=torch.float64, device=device)
         self._scratch = torch.empty(self._scratch_numel(), dtype=torch.float32, device=device)
-        self._phase = 0
         self._lr = self._held_lr = 0.0
         zero3.on_update(self._before, self._after)
 

@@ -26,7 +26,7 @@ from layercheck.tracking.versions import LayerState, Versions, first_staggers
 _FIRST_MARGIN = 5
 _DELAYS_KEPT = 20
 _FAILURES_KEPT = 5
-_REASON_WINDOW = 500
+REASON_WINDOW = 500
 """Steps over which the reasons of layer writes are counted."""
 
 
@@ -302,7 +302,7 @@ class Ledger:
 
     def _count_reasons(self, step: int, writes: tuple[LayerWrite, ...]) -> None:
         self._reasons.extend((step, write.reason == "age") for write in writes)
-        while self._reasons and self._reasons[0][0] <= step - _REASON_WINDOW:
+        while self._reasons and self._reasons[0][0] <= step - REASON_WINDOW:
             self._reasons.popleft()
 
 
