@@ -14,6 +14,7 @@ from typing import Any
 from layercheck.commands.answer import DAMAGE, GOOD, USAGE, Answer
 from layercheck.commands.gc import gc
 from layercheck.commands.plan import PlanOptions, plan
+from layercheck.commands.report import report
 from layercheck.commands.status import has_completed, status
 from layercheck.commands.store import Store, open_both
 from layercheck.commands.verify import verify
@@ -99,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     add("verify", "read and check every live shard", lambda store, _: verify(store))
     collects = add("gc", "delete what no plan can need", lambda store, args: gc(store, args.dry_run))
     collects.add_argument("--dry-run", action="store_true", help="delete nothing, say what would go and why")
+    shown = add("report", "write a page about the run", lambda store, args: report(store, args.out))
+    shown.add_argument("--out", required=True, metavar="FILE.html", help="where the page goes")
     return parser
 
 
