@@ -88,7 +88,8 @@ def _ticks(curves: Curves, height: float) -> str:
         for column in range(count)
         if curves.written[row, column]
     ]
-    return f'<path class="saved" d="{"".join(marks)}"/>'
+    thin = ' style="stroke-width:1"' if count > 120 else ""
+    return f'<path class="saved"{thin} d="{"".join(marks)}"/>'
 
 
 # ---------------------------------------------------------------- curves and bars

@@ -4,6 +4,7 @@ Steps that a later attempt took back are left out of everything drawn over the s
 are summed, since they were paid for.
 """
 
+import json
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.status import summarize
+from layercheck.errors import StorageError
 from layercheck.manifest import EventId
 from layercheck.persistence.storage import Storage
 from layercheck.report.tables import Columns, Floats, Ints, LayerWritten, read_parts, read_writes
@@ -92,7 +94,13 @@ class LayerRow:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over the whole run. `mean_interval` is None without a write by drift or age."""
+    """Sums over the whole run.
+
+    Attributes:
+        mean_interval: steps x bytes of the full state / bytes of drift and age writes; None without any.
+        interval_after_warmup: the same over the steps after the warm-up; in it there are no such writes.
+        ettr: as the application's `summary.json` says, None without one.
+    """
 
     steps: int
     steps_with_rows: int
@@ -106,12 +114,14 @@ class Totals:
     nbytes: int
     full_bytes: int
     mean_interval: float | None
+    interval_after_warmup: float | None
     train_s: float
     stall_s: float
     max_age: int | None
     max_weighted_age: float | None
     mean_weighted_age: float | None
     lost_steps: float
+    ettr: float | None
 
     @property
     def stall_share(self) -> float | None:
@@ -152,16 +162,16 @@ def gather(storage: Storage, run: Storage, facts: StoreFacts) -> RunReport:
     metrics = read_parts(run, "metrics", _METRICS, names, notes)
     drift = read_parts(run, "drift", _DRIFT, names, notes)
     writes = read_writes(storage, facts, notes)
-    status = summarize(facts)
+    status, summary = summarize(facts), _summary(run)
     kept = _in_lineage(facts, metrics)
     steps = max([status["step"], *(w.event.step for w in writes if _is_live(facts, w.event))])
-    attempts = tuple(_attempts(facts))
+    attempts = tuple(_attempts(facts, summary))
     return RunReport(
         run=facts.run.name,
         optimizer=facts.run.optimizer,
         settings=facts.run.config.get("checkpoint", {}),
         status=status,
-        totals=_totals(facts, status, steps, metrics, kept, writes, attempts),
+        totals=_totals(facts, status, steps, metrics, kept, writes, attempts, summary),
         curves=_curves(facts, steps, kept, _in_lineage(facts, drift), writes),
         layers=tuple(_layers(facts, status, writes)),
         attempts=attempts,
@@ -191,9 +201,11 @@ def _totals(
     kept: Columns,
     writes: list[LayerWritten],
     attempts: tuple[AttemptRow, ...],
+    summary: dict[str, Any],
 ) -> Totals:
     full_bytes = _full_bytes(facts, status)
     selective = sum(w.nbytes for w in writes if w.reason in ("drift", "age"))
+    trained = max(0, steps - facts.run.config.get("checkpoint", {}).get("warmup_steps", 0))
     receipts = [attempt.receipt for attempt in attempts if attempt.receipt is not None]
     cut_off = [attempt for attempt in attempts[:-1] if attempt.ended not in ("completed", "fenced")]
     return Totals(
@@ -209,12 +221,14 @@ def _totals(
         nbytes=sum(w.nbytes for w in writes),
         full_bytes=full_bytes,
         mean_interval=steps * full_bytes / selective if selective else None,
+        interval_after_warmup=trained * full_bytes / selective if selective else None,
         train_s=float(np.nansum(metrics["step_s"])),
         stall_s=float(np.nansum(metrics["stall_s"])),
         max_age=int(np.nanmax(kept["max_age"])) if len(kept) else None,
         max_weighted_age=float(np.nanmax(kept["weighted_age"])) if len(kept) else None,
         mean_weighted_age=float(np.nanmean(kept["weighted_age"])) if len(kept) else None,
         lost_steps=sum(float(receipt.get("lost_steps") or 0.0) for receipt in receipts),
+        ettr=summary.get("ettr"),
     )
 
 
@@ -224,7 +238,17 @@ def _full_bytes(facts: StoreFacts, status: dict[str, Any]) -> int:
     return sum(layer["nbytes"] for layer in status["layers"] if layer["name"] in trainable)
 
 
-def _attempts(facts: StoreFacts) -> list[AttemptRow]:
+def _summary(run: Storage) -> dict[str, Any]:
+    """What the application wrote about the run, empty without: it saw the driver's side of a failure."""
+    try:
+        found = json.loads(run.read("summary.json"))
+    except (StorageError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _attempts(facts: StoreFacts, summary: dict[str, Any]) -> list[AttemptRow]:
+    seen = {resumed.get("attempt"): resumed for resumed in summary.get("resumed", [])}
     rows = []
     for number, record in sorted(facts.attempts.items()):
         beat = facts.progress.get(number)
@@ -237,10 +261,18 @@ def _attempts(facts: StoreFacts) -> list[AttemptRow]:
                 reached=max(record.r_b, beat.step if beat else 0, facts.newest_commit_step(number)),
                 ended=beat.ended if beat else None,
                 reason=beat.reason if beat else "",
-                receipt=facts.receipts.get(number),
+                receipt=_with_seconds(facts.receipts.get(number), seen.get(number, {})),
             )
         )
     return rows
+
+
+def _with_seconds(receipt: dict[str, Any] | None, seen: dict[str, Any]) -> dict[str, Any] | None:
+    """A receipt with the phases that only the driver could time."""
+    if receipt is None:
+        return None
+    missing = {key: seen.get(key) for key in ("detect_s", "reschedule_s") if receipt.get(key) is None}
+    return receipt | missing
 
 
 def _layers(facts: StoreFacts, status: dict[str, Any], writes: list[LayerWritten]) -> list[LayerRow]:

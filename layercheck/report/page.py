@@ -70,6 +70,9 @@ def _head(report: RunReport) -> str:
     how = "running, or cut off without a word"
     if last is not None and last.ended is not None:
         how = f"{last.ended}: {last.reason}" if last.reason else last.ended
+    ettr = (
+        "" if report.totals.ettr is None else f" Effective training time ratio: {share(report.totals.ettr)}."
+    )
     recoverable = (
         '<span class="good">recoverable</span>'
         if report.status["recoverable"]
@@ -79,7 +82,7 @@ def _head(report: RunReport) -> str:
         f"<h1>Run {escape(report.run)}</h1>\n"
         f'<p class="soft">Step {report.totals.steps}, attempt {report.status["attempt"]} of '
         f"{report.status['world_size']} ranks, {escape(report.optimizer)}; {escape(how)}; now {recoverable}, "
-        f"{size(report.status['read_bytes'])} to read.</p>"
+        f"{size(report.status['read_bytes'])} to read.{ettr}</p>"
     )
 
 
@@ -90,7 +93,12 @@ def _tiles(report: RunReport) -> str:
     )
     target = report.settings.get("target_interval")
     tiles = [
-        ("Mean interval", _steps(totals.mean_interval), f"target {number(target)}, full events aside"),
+        (
+            "Mean interval",
+            _steps(totals.mean_interval),
+            f"{number(totals.interval_after_warmup)} after the warm-up, target {number(target)}; full events "
+            "aside",
+        ),
         ("Oldest layer", _steps(totals.max_age), f"bound s_max {number(s_max)}"),
         ("Size-weighted age", _steps(totals.mean_weighted_age), f"largest {number(totals.max_weighted_age)}"),
         (
@@ -100,11 +108,11 @@ def _tiles(report: RunReport) -> str:
         ),
         ("Committed", size(totals.nbytes), f"{totals.events} events; full state {size(totals.full_bytes)}"),
         ("Layer writes", str(totals.layer_writes), reasons or "none"),
-        ("Attempts", str(totals.attempts), f"{totals.failures} failures, {totals.recoveries} recoveries"),
+        ("Attempts", str(totals.attempts), f"failures: {totals.failures}, recoveries: {totals.recoveries}"),
         (
             "Lost steps",
             number(totals.lost_steps),
-            f"size-weighted, all recoveries; {totals.taken_back} steps redone",
+            f"size-weighted, all recoveries; steps taken back: {totals.taken_back}",
         ),
     ]
     items = "".join(

@@ -25,7 +25,8 @@ def figure(title: str, text: str, drawing: str, key: str = "") -> str:
     """A section with one drawing that may be scrolled on a narrow screen."""
     return (
         f"<h2>{escape(title)}</h2>\n<figure><figcaption>{escape(text)}</figcaption>{key}\n"
-        f'<div class="scroll">{drawing}</div></figure>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">{drawing}</div>'
+        "</figure>"
     )
 
 
