@@ -110,6 +110,8 @@ class TrainConfig(Section):
     clip: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 means no clipping."""
     dtype: Literal["bf16", "fp32"] = "bf16"
+    groups: Literal["layer", "stock"] = "layer"
+    """Optimizer groups: one pair per layer, or one pair in all as without LayerCheck."""
     deepspeed: dict[str, Any] = {}
     """More DeepSpeed keys (`zero_optimization: {sub_group_size: ...}`), laid over those of the app."""
 
@@ -196,6 +198,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.train.accumulation(self.cluster.workers)
+        if self.train.groups == "stock" and self.checkpoint.method == "layercheck":
+            raise ValueError(
+                "train.groups='stock' mixes layers, which checkpoint.method='layercheck' cannot save apart: "
+                "use train.groups=layer, or checkpoint.method=none"
+            )
         for kill in self.faults.kill:
             if kill.get("rank", 0) >= self.cluster.workers:
                 raise ValueError(

@@ -138,12 +138,23 @@ def build_engine(model: Any, config: Config, world_size: int) -> Any:
     """The ZeRO-3 engine: AdamW with one pair of groups per layer, whether a session will watch it or not."""
     train: TrainConfig = config.train
     groups = layercheck.layer_groups(model, train.weight_decay)
+    if train.groups == "stock":
+        groups = _stock_groups(groups)
     optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps)
     engine, _, _, _ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=deepspeed_config(config, world_size)
     )
     engine.train()
     return engine
+
+
+def _stock_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same parameters in two groups, with and without decay."""
+    merged: dict[float, dict[str, Any]] = {}
+    for group in groups:
+        decay = group["weight_decay"]
+        merged.setdefault(decay, {"params": [], "weight_decay": decay})["params"] += group["params"]
+    return list(merged.values())
 
 
 def set_lr(engine: Any, lr: float) -> None:

@@ -2,22 +2,18 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
-
-import torch
-import torch.distributed as dist
 
 import layercheck
 from app.baselines.none import NoSession
 from app.config import Config
-from app.data import Dataset, from_rank_0, open_dataset
-from app.forward import answer_loss
+from app.data import from_rank_0, open_dataset
 from app.model import build_engine, build_model, init_distributed, set_lr
-from app.order import Order, seed_everything
+from app.order import Order
 from app.progress import Meter
 from app.runfiles import RunFiles
 from app.schedule import lr_at
+from app.step import Job, mean_over_ranks, one_step
 from app.tokens import tokenizer_files
 from app.train_result import TrainResult
 from layercheck.coordination.protocol import CoordinatorClient
@@ -34,20 +30,6 @@ class Faults(Protocol):
     def maybe_kill(self, rank: int, step: int) -> None:
         """Ends this process if a fault names this rank and step."""
         ...
-
-
-@dataclass(frozen=True)
-class Job:
-    """All that the steps of one rank need; nothing in it changes but the engine's own state."""
-
-    config: Config
-    rank: int
-    world_size: int
-    dataset: Dataset
-    order: Order
-    engine: Any
-    total_steps: int
-    for_recovery: bool
 
 
 def train(
@@ -151,7 +133,7 @@ def _run_steps(
     for step in range(point.step, job.total_steps + 1):
         meter.begin()
         set_lr(job.engine, lr_at(step - 1 - job.engine.skipped_steps, job.total_steps, job.config.train))
-        loss, report_due = _reduced(job, _one_step(job, step), meter.report_due())
+        loss, report_due = mean_over_ranks(job, one_step(job, step), meter.report_due())
         state = _trainer_state(job, step, loss)
         meter.end(step, loss, session.after_step(step, state))
         if faults is not None:
@@ -181,30 +163,3 @@ def _report(meter: Meter, rank: int, reporter: Reporter | None) -> None:
         log.info("%s", meter.line(metrics))
     if reporter is not None:
         reporter(metrics)
-
-
-def _one_step(job: Job, step: int) -> torch.Tensor:
-    """Forward, backward and the optimizer; returns this rank's part of the loss."""
-    config, engine = job.config, job.engine
-    mine = job.order.rank_indices(step, job.rank, job.world_size)
-    micro_batch = config.train.micro_batch
-    num_micro = len(mine) // micro_batch
-    num_labels = job.dataset.label_count(job.order.step_indices(step)) / (job.world_size * num_micro)
-    total = torch.zeros((), device=engine.device)
-    for micro in range(num_micro):
-        seed_everything(config.run.seed, step, job.rank, micro)
-        batch = job.dataset.batch(mine[micro * micro_batch : (micro + 1) * micro_batch])
-        loss = answer_loss(engine, batch, config.model.attention, num_labels)
-        engine.backward(loss)
-        engine.step()
-        total += loss.detach() / num_micro
-    return total
-
-
-def _reduced(job: Job, loss: torch.Tensor, report_due: bool) -> tuple[float, bool]:
-    """The mean loss of the global batch, and rank 0's word on whether all ranks report now."""
-    pair = torch.stack([loss / job.world_size, torch.tensor(float(report_due and job.rank == 0)).to(loss)])
-    if job.world_size > 1:
-        dist.all_reduce(pair)
-    mean, due = pair.tolist()
-    return mean, bool(due)

@@ -91,14 +91,18 @@ def _show_line(file: TextIO, lines: list[str], line: str) -> None:
     lines.append(plain)
     if match := _PROGRESS.fullmatch(plain):
         print(f"  {match[1]}", flush=True)
+    elif plain.startswith("(raylet) A worker died"):
+        print("  a worker died; Ray starts the group again", flush=True)
 
 
 def _show(kill_step: int) -> int:
     killed, without = read_summary(RUNS / "quickstart"), read_summary(RUNS / "quickstart-nofailure")
     receipts = read_receipts(RUNS / "quickstart")
     print()
-    for receipt in receipts:
-        print(show_receipt(receipt))
+    for receipt, resumed in zip(receipts, killed["resumed"], strict=True):
+        # Only the driver knows when it saw the failure; the session that wrote the receipt does not.
+        seconds = {key: resumed[key] for key in ("detect_s", "reschedule_s")}
+        print(show_receipt(receipt.model_copy(update=seconds)))
     if receipts:
         print("\nthe two runs")
         print(show_comparison(killed, without, full_bytes=receipts[0].nbytes))

@@ -111,7 +111,9 @@ def _plan_flags(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--at-step", type=_count(0), metavar="N", help="as if the run had failed at step N")
     command.add_argument("--max-age", type=_count(0), metavar="N", help="no plan with an older layer")
-    command.add_argument("--without", nargs="+", default=[], metavar="FILE", help="shards to do without")
+    command.add_argument(
+        "--without", nargs="+", action="extend", default=[], metavar="FILE", help="shards to do without"
+    )
     command.add_argument("--world-size", type=_count(1), metavar="W", help="ranks that will recover")
 
 
@@ -126,3 +128,7 @@ def _count(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -59,6 +59,7 @@ def attach(
     submission: str | None = None,
     takeover: bool = False,
     run_info: dict[str, Any] | None = None,
+    store: Storage | None = None,
 ) -> "Session":
     """Binds a session to a DeepSpeed ZeRO-3 engine whose optimizer was given `layer_groups`.
 
@@ -71,6 +72,7 @@ def attach(
         submission: the same for all restarts of one submission; another one has to take over.
         takeover: fence off another submission of this run even if it is alive.
         run_info: `config` and `tokenizer_files` to be kept in run.json.
+        store: the run's `layercheck` folder if it is not to be opened from `storage`.
 
     Raises:
         ConfigError: a setting is unknown or out of range.
@@ -79,7 +81,7 @@ def attach(
     """
     settings = parse_config(config)
     zero3 = Zero3Engine(engine)
-    store = open_storage(storage, run)
+    store = store or open_storage(storage, run)
     client = coordinator or in_process_client(store, settings, zero3.rank, zero3.world_size)
     who = Submission(run, submission or uuid.uuid4().hex, takeover, run_info or {})
     return Session(zero3, store, open_run_folder(storage, run), settings, client, who)
@@ -103,7 +105,7 @@ class Session:
         self._config = config
         self._coordinator = coordinator
         self._submission = submission
-        self._meter = DriftMeter(zero3, config.drift)
+        self.meter = DriftMeter(zero3, config.drift)
         self._open: Attempt | None = None
 
     # ------------------------------------------------------------------ resume
@@ -183,7 +185,7 @@ class Session:
         self._save(opened, decision, {"step": 0})
         self._announce(opened, {"step": 0})
         self._wait_for_commits(opened, {"step": 0}, 0.0)
-        self._meter.reset()
+        self.meter.reset()
 
     # ------------------------------------------------------------------ after every step
 
@@ -236,7 +238,7 @@ class Session:
         return result
 
     def _exchange(self, opened: Attempt, step: int, error: bool = False) -> DriftReport:
-        report = self._meter.reduce(step, replace(opened.notices(), error=error))
+        report = self.meter.reduce(step, replace(opened.notices(), error=error))
         if report.fenced:
             raise FencedError(
                 f"attempt {opened.number} of run {self._submission.run} was taken over at step {step}",

@@ -6,9 +6,10 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from layercheck.config import LayerCheckConfig
+from layercheck.coordination import journal
 from layercheck.coordination.coordinator import Coordinator
 from layercheck.layers import LayerMap, LayerSpec, ParamSpec
-from layercheck.manifest import AttemptGrant, EventId, RunRecord, ShardRecord
+from layercheck.manifest import AttemptGrant, EventId, RecoveryPlan, RunRecord, ShardRecord
 from layercheck.persistence.storage import LocalStorage
 from tests.fakes import Clock
 
@@ -153,3 +154,18 @@ def with_base(storage: LocalStorage, **settings: Any) -> Group:
         group.save(step)
     group.train(WARMUP)
     return group
+
+
+def plan_of(group: Group) -> RecoveryPlan:
+    assert group.grant.plan is not None
+    return group.grant.plan
+
+
+def steps(plan: RecoveryPlan) -> dict[str, int]:
+    """Layer -> step of its planned version."""
+    return {layer.layer: layer.step for layer in plan.layers}
+
+
+def committed(storage: LocalStorage) -> list[str]:
+    """Folders of the events that exist."""
+    return [e.folder for e in journal.event_folders(storage) if storage.size(e.commit_file) is not None]

@@ -119,7 +119,7 @@ def _value(storage: Storage, collection: Collection) -> dict[str, Any]:
     def entry(verdict: Verdict) -> dict[str, Any]:
         folder = verdict.event.folder
         nbytes = sum(storage.size(f"{folder}/{name}") or 0 for name in storage.list(folder))
-        return {"event": folder.removeprefix("events/"), "nbytes": nbytes, "reason": verdict.reason}
+        return {"event": folder, "nbytes": nbytes, "reason": verdict.reason}
 
     return {
         "delete": [entry(verdict) for verdict in collection.delete],

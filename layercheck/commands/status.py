@@ -36,8 +36,8 @@ def ending(facts: StoreFacts) -> str:
 
 def _headline(facts: StoreFacts, value: dict[str, Any], fresh: bool) -> str:
     lines = [
-        f"run {value['run']}: attempt {value['attempt']} ({ending(facts)}), step {value['step']}, "
-        f"{value['world_size']} ranks"
+        f"run {value['run']}: attempt {value['attempt']}, step {value['step']}, {value['world_size']} ranks, "
+        f"{ending(facts)}"
     ]
     if value["recoverable"]:
         lines.append(

@@ -58,13 +58,23 @@ def encode(commit: Commit) -> bytes:
         "format": canonical(FORMAT_VERSION),
         "digest": xxh3_128_hexdigest(canonical(meaning)).encode(),
     }
-    return _parquet(pa.Table.from_pylist(_rows(commit.records), SCHEMA).replace_schema_metadata(metadata))
+    return _parquet(pa.Table.from_pylist(_rows(commit.records), SCHEMA), metadata)
 
 
 def encode_history(records: Sequence[ShardRecord]) -> bytes:
     """Rows of past commits, for `history/*.parquet`."""
     schema = SCHEMA.append(pa.field("part", pa.int32()))
-    return _parquet(pa.Table.from_pylist(_rows(records), schema))
+    return _parquet(pa.Table.from_pylist(_rows(records), schema), {})
+
+
+def decode_history(data: bytes) -> tuple[ShardRecord, ...]:
+    """The rows of one part of the history.
+
+    Raises:
+        pyarrow.ArrowException, ValueError: the part is damaged.
+    """
+    rows = pq.read_table(pa.BufferReader(data)).to_pylist()
+    return tuple(_record(row, row.pop("part")) for row in rows)
 
 
 def decode(data: bytes, event: EventId) -> Commit:
@@ -99,7 +109,7 @@ def _parse(data: bytes, event: EventId) -> tuple[Commit, str]:
         thrift_container_size_limit=_MAX_THRIFT_BYTES,
         page_checksum_verification=True,
     )
-    metadata = file.schema_arrow.metadata or {}
+    metadata = file.metadata.metadata or {}
     if json.loads(metadata[b"format"]) != FORMAT_VERSION:
         raise ValueError(f"format {metadata[b'format']!r} is not {FORMAT_VERSION}")
     rows = file.read().to_pylist()
@@ -128,7 +138,17 @@ def _rows(records: Sequence[ShardRecord]) -> list[dict[str, Any]]:
     return [record.model_dump() | {"nbytes": record.nbytes} for record in records]
 
 
-def _parquet(table: pa.Table) -> bytes:
+def _parquet(table: pa.Table, metadata: dict[str, bytes]) -> bytes:
+    """One file in memory. A stored Arrow schema would hold the metadata once more: two copies may differ."""
     buffer = io.BytesIO()
-    pq.write_table(table, buffer, compression="NONE", write_statistics=False, write_page_checksum=True)
+    with pq.ParquetWriter(
+        buffer,
+        table.schema,
+        compression="NONE",
+        write_statistics=False,
+        write_page_checksum=True,
+        store_schema=False,
+    ) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata(metadata)
     return buffer.getvalue()

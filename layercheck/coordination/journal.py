@@ -5,10 +5,12 @@ digest counts as absent and is announced. Only `progress` and `receipt` are ever
 """
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import pyarrow as pa
 from pydantic import BaseModel
 from xxhash import xxh3_128_hexdigest
 
@@ -28,6 +30,8 @@ from layercheck.manifest import (
     TrainerState,
 )
 from layercheck.persistence.storage import TEMP_PREFIX, Storage
+
+log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
 _ATTEMPT_NAME = re.compile(r"a(\d{3,})\.json")
@@ -192,6 +196,17 @@ def append_history(storage: Storage, attempt: int, records: Sequence[ShardRecord
     parts = [name for name in storage.list("history") if name.startswith(prefix)]
     number = max((int(name[len(prefix) : -len(".parquet")]) for name in parts), default=-1) + 1
     storage.write(f"history/{prefix}{number:05d}.parquet", [commit_file.encode_history(records)])
+
+
+def read_history(storage: Storage) -> list[ShardRecord]:
+    """The rows of all commits that were deleted; a part that cannot be read is left out with a warning."""
+    rows: list[ShardRecord] = []
+    for name in storage.list("history"):
+        try:
+            rows += commit_file.decode_history(storage.read(f"history/{name}"))
+        except (pa.ArrowException, ValueError) as error:
+            log.warning("history/%s cannot be read: %s", name, error)
+    return rows
 
 
 # ---------------------------------------------------------------- commits and the whole store

@@ -5,6 +5,7 @@ Numbers of a plan come from storage alone (I12), so anyone who reads the same st
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from layercheck.coordination.facts import StoreFacts, Version, VersionKey, by_layer, full_events
 from layercheck.coordination.lineage import ENDLESS, Lineage
@@ -127,7 +128,9 @@ def _failure(facts: StoreFacts, lineage: Lineage, at_step: int | None) -> _Failu
         known.append(_Failure(beat.step, source, beat.trainer_state))
     known += [_Failure(c.event.step, "commit", c.trainer_state) for c in facts.live_commits(lineage)]
     for link in lineage.links:
-        if (record := facts.attempts.get(link.attempt)) is not None and record.trainer_state:
+        record = facts.attempts.get(link.attempt)
+        undone = link.r_b > lineage.rolled_back_to(link.attempt)
+        if record is not None and record.trainer_state and not undone:
             known.append(_Failure(record.r_b, "journal", record.trainer_state))
     if at_step is not None:
         known = [failure for failure in known if failure.step <= at_step]
@@ -148,9 +151,14 @@ def _fixed(begun: AttemptRecord) -> _Failure:
 
 def _rolled_back_from(facts: StoreFacts, begun: AttemptRecord | None, failure: _Failure) -> _Failure:
     """For an attempt that began by a roll-back, how far the attempts before it had come."""
-    for link in reversed(begun.lineage[:-1] if begun else ()):
-        if (before := facts.progress.get(link.attempt)) is not None:
-            return _Failure(max(before.step, failure.step), "journal", {})
+    later = begun.lineage if begun else ()
+    for link, successor in reversed(list(pairwise(later))):
+        record, beat = facts.attempts.get(link.attempt), facts.progress.get(link.attempt)
+        if begun is not None and record is not None and record.token == begun.token:
+            continue  # given up for a better plan before it made a step
+        journaled = max(beat.step if beat else -1, link.r_b)
+        source: FailSource = "commit" if successor.saw_step > journaled else "journal"
+        return _Failure(max(journaled, successor.saw_step, failure.step), source, {})
     return failure
 
 

@@ -8,13 +8,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import xxhash
 
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import CoordinatorLostError, FencedError, StorageError
 from layercheck.manifest import ShardRecord
+from layercheck.persistence.shard_file import ShardLayout
 from layercheck.persistence.snapshot import Snapshot
 from layercheck.persistence.storage import Storage
 
@@ -24,20 +25,20 @@ _LONGEST_PAUSE_S = 10.0
 
 
 class HashedBytes:
-    """The bytes of a shard file, hashed as they pass: one digest per layer."""
+    """The bytes of a shard file, hashed as they pass: one digest per layer, known at the end."""
 
-    def __init__(self, snapshot: Snapshot, timeout_s: float) -> None:
-        self._snapshot = snapshot
-        self._timeout_s = timeout_s
+    def __init__(self, shard: ShardLayout, data: Iterable[memoryview]) -> None:
+        self._shard = shard
+        self._data = data
         self.digests: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
-        shard = self._snapshot.layout
+        shard = self._shard
         hashers = {layer: xxhash.xxh3_128() for layer in shard.layers}
         pending = list(shard.layers.items())
         yield shard.header
         position = len(shard.header)
-        for chunk in self._snapshot.stream.chunks(self._timeout_s):
+        for chunk in self._data:
             end = position + len(chunk)
             for layer, (begin, stop) in pending:
                 if begin < end and stop > position:
@@ -160,7 +161,7 @@ class ShardWriter:
 
     def _write(self, snapshot: Snapshot) -> None:
         started = time.monotonic()
-        content = HashedBytes(snapshot, self._timeout_s)
+        content = HashedBytes(snapshot.layout, snapshot.stream.chunks(self._timeout_s))
         file = snapshot.event.shard_file(self._rank)
         self._storage.write(file, content)
         finished = time.monotonic()

@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from layercheck.coordination.commit_file import decode_history
 from layercheck.coordination.facts import StoreFacts
 from layercheck.errors import StorageError
-from layercheck.manifest import EventId, Reason
+from layercheck.manifest import EventId, Reason, ShardRecord
 from layercheck.persistence.storage import Storage
 
 Floats = npt.NDArray[np.float64]
@@ -96,18 +97,13 @@ class LayerWritten:
     nbytes: int
 
 
-_HISTORY = ["layer", "step", "attempt", "part", "rank", "nbytes", "reason"]
-
-
 def read_writes(storage: Storage, facts: StoreFacts, notes: list[str]) -> list[LayerWritten]:
     """Every version ever committed, in step order: those of `history/` and those that are still there."""
     rows = [row for commit in facts.commits for row in commit.records]
-    ranks = {(r.layer, r.event, r.reason, r.rank): r.nbytes for r in rows}
     for name in storage.list("history"):
-        if name.endswith(".parquet"):
-            for row in _history(storage, f"history/{name}", notes):
-                event = EventId(step=row["step"], attempt=row["attempt"], part=row["part"])
-                ranks[row["layer"], event, row["reason"], row["rank"]] = row["nbytes"]
+        rows += _history(storage, f"history/{name}", notes)
+    # A crash may leave a row in the history beside its event: each shard counts once.
+    ranks = {(row.layer, row.event, row.reason, row.rank): row.nbytes for row in rows}
     versions: dict[tuple[str, EventId, Reason], int] = {}
     for (layer, event, reason, _), nbytes in ranks.items():
         versions[layer, event, reason] = versions.get((layer, event, reason), 0) + nbytes
@@ -115,11 +111,11 @@ def read_writes(storage: Storage, facts: StoreFacts, notes: list[str]) -> list[L
     return sorted(written, key=lambda w: (w.event.step, w.event.attempt, w.event.part))
 
 
-def _history(storage: Storage, path: str, notes: list[str]) -> list[dict[str, Any]]:
+def _history(storage: Storage, path: str, notes: list[str]) -> tuple[ShardRecord, ...]:
+    if not path.endswith(".parquet"):
+        return ()
     try:
-        found = pq.read_table(pa.BufferReader(storage.read(path)), columns=_HISTORY)
-    except (StorageError, pa.ArrowException, OSError, ValueError) as error:
+        return decode_history(storage.read(path))
+    except (StorageError, pa.ArrowException, ValueError) as error:
         notes.append(f"{path} is left out: {error}")
-        return []
-    rows: list[dict[str, Any]] = found.to_pylist()
-    return rows
+        return ()

@@ -18,9 +18,12 @@ CONFIG = {
 }
 
 
-def open_session(engine: Any, storage: str, submission: str = "one", **settings: Any) -> Any:
+def open_session(
+    engine: Any, storage: str, submission: str = "one", store: Any = None, **settings: Any
+) -> Any:
     """A session of the run `run`; a restart has the same submission, so nothing waits for a takeover."""
-    return layercheck.attach(engine, storage, "run", {**CONFIG, **settings}, submission=submission)
+    settings = {**CONFIG, **settings}
+    return layercheck.attach(engine, storage, "run", settings, submission=submission, store=store)
 
 
 def train(
@@ -32,11 +35,12 @@ def train(
     seed: int = 0,
     each_step: Callable[[Any, int], None] | None = None,
     settings: dict[str, Any] | None = None,
+    store: Any = None,
     **build: Any,
 ) -> dict[str, Any]:
     """Trains up to `steps`, from wherever the store says. `kill_at`: SIGKILL itself after that step."""
     engine = micro.build(seed, **build)
-    session = open_session(engine, storage, **(settings or {}))
+    session = open_session(engine, storage, store=store, **(settings or {}))
     point = session.resume()
     losses, reports = {}, {}
     for step in range(point.step, steps + 1):

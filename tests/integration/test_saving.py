@@ -20,7 +20,6 @@ def _train_on_slow_storage(storage: str, shadow: str) -> None:
     """Each shard file takes several steps to write; `shadow` gets a copy of the live state of every step."""
     import torch
 
-    from layercheck import session
     from layercheck.persistence.storage import LocalStorage
 
     class Slow(LocalStorage):
@@ -34,8 +33,6 @@ def _train_on_slow_storage(storage: str, shadow: str) -> None:
                 time.sleep(0.15)
                 yield chunk
 
-    session.open_storage = lambda uri, run: Slow(f"{uri}/{run}/layercheck")  # type: ignore[assignment]
-
     def keep(open_session: Any, step: int) -> None:
         zero3 = open_session._zero3
         state = {
@@ -46,7 +43,7 @@ def _train_on_slow_storage(storage: str, shadow: str) -> None:
         }
         np.savez(f"{shadow}/{step}-{torch.distributed.get_rank()}.npz", **state)
 
-    train(storage, STEPS, each_step=keep, settings={"staging_bytes": 64 << 20})
+    train(storage, STEPS, each_step=keep, store=Slow(f"{storage}/run/layercheck"))
 
 
 def _shards(storage: str) -> Iterable[tuple[int, int, Path]]:

@@ -1,0 +1,1 @@
+"""What saving costs, measured on this machine: `python -m simulations.measure saving`."""

@@ -1,0 +1,140 @@
+"""Three arms on the same ranks, interleaved step by step: stock groups, saving, saving to a throttled store.
+
+All arms see the same batches. Beside the wall-clock comparison of the arms, what saving costs is timed
+directly: the seconds inside the hooks and `after_step`, and the CPU seconds of our background threads.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from app.config import Config
+from app.data import open_dataset
+from app.model import build_engine, build_model, init_distributed, set_lr
+from app.order import Order
+from app.schedule import lr_at
+from app.step import Job, mean_over_ranks, one_step
+from layercheck.persistence.storage import Buffer, LocalStorage, Storage, open_storage
+from layercheck.session import Session, attach
+from simulations.saving.regime import CHECKPOINT, Regime, config
+
+THROTTLE_BYTES_PER_S = 100e6
+ARMS = ("stock", "saving", "throttled")
+
+
+class ThrottledStorage(LocalStorage):
+    """A local folder that takes `bytes_per_s`; it sleeps instead of using the processor."""
+
+    def __init__(self, root: str, bytes_per_s: float) -> None:
+        super().__init__(root)
+        self._bytes_per_s = bytes_per_s
+
+    def write(self, path: str, chunks: Iterable[Buffer]) -> None:
+        """See `Storage.write`."""
+        super().write(path, self._slowly(chunks))
+
+    def _slowly(self, chunks: Iterable[Buffer]) -> Iterator[Buffer]:
+        started, nbytes = time.monotonic(), 0
+        for chunk in chunks:
+            yield chunk
+            nbytes += len(chunk)
+            time.sleep(max(0.0, started + nbytes / self._bytes_per_s - time.monotonic()))
+
+
+@dataclass
+class Samples:
+    """One arm on one rank; lists have one entry per measured step, seconds."""
+
+    train_s: list[float] = field(default_factory=list)
+    after_s: list[float] = field(default_factory=list)
+    stall_s: list[float] = field(default_factory=list)
+    hook_s: list[float] = field(default_factory=list)
+    collective_s: list[float] = field(default_factory=list)
+    thread_cpu_s: float = 0.0
+    max_age: int = 0
+
+
+@dataclass
+class Arm:
+    """An engine with or without a session, and what was measured of it."""
+
+    job: Job
+    session: Session | None = None
+    threads: tuple[threading.Thread, ...] = ()
+    samples: Samples = field(default_factory=Samples)
+
+    def step(self, step: int, measured: bool) -> None:
+        """Trains one step; a collective."""
+        job = self.job
+        dist.barrier()
+        begin = time.perf_counter()
+        set_lr(job.engine, lr_at(step - 1, job.total_steps, job.config.train))
+        loss, _ = mean_over_ranks(job, one_step(job, step), False)
+        trained = time.perf_counter()
+        if self.session is None:
+            if measured:
+                self.samples.train_s.append(trained - begin)
+            return
+        report = self.session.after_step(step, {"loss": loss})
+        if not measured:
+            return
+        meter = self.session.meter
+        self.samples.train_s.append(trained - begin - meter.hook_s)
+        self.samples.after_s.append(time.perf_counter() - trained)
+        self.samples.stall_s.append(report.stall_s)
+        self.samples.hook_s.append(meter.hook_s)
+        self.samples.collective_s.append(meter.collective_s)
+        self.samples.max_age = max(self.samples.max_age, report.max_age)
+
+
+def measure_arms(rank: int, storage: str, regime: Regime) -> dict[str, Samples]:
+    """Runs all arms on this rank and returns their samples. Called on every rank."""
+    world_size = dist.get_world_size()
+    arms = {name: _arm(rank, world_size, f"{storage}/{name}", storage, name, regime) for name in ARMS}
+    warmup = int(CHECKPOINT["warmup_steps"])
+    order = np.random.default_rng(5)
+    cpu_s: dict[str, float] = {}
+    for step in range(1, regime.last_step + 1):
+        if step == warmup + 1:
+            cpu_s = {name: _thread_cpu_s(arm) for name, arm in arms.items()}
+        for name in order.permutation(ARMS):
+            arms[str(name)].step(step, measured=step > warmup)
+    for name, arm in arms.items():
+        arm.samples.thread_cpu_s = _thread_cpu_s(arm) - cpu_s[name]
+        if arm.session is not None:
+            arm.session.close()
+    return {name: arm.samples for name, arm in arms.items()}
+
+
+def _arm(rank: int, world_size: int, folder: str, shared: str, name: str, regime: Regime) -> Arm:
+    settings = config(shared, "stock" if name == "stock" else "layer", regime.last_step)
+    init_distributed(settings)
+    job = _job(settings, rank, world_size, regime)
+    if name == "stock":
+        return Arm(job)
+    store = open_storage(folder, "run")
+    chosen: Storage = store
+    if name == "throttled":
+        chosen = ThrottledStorage(store.root, THROTTLE_BYTES_PER_S / world_size)
+    before = set(threading.enumerate())
+    session = attach(job.engine, folder, "run", CHECKPOINT, store=chosen)
+    session.resume()
+    return Arm(job, session, tuple(thread for thread in threading.enumerate() if thread not in before))
+
+
+def _thread_cpu_s(arm: Arm) -> float:
+    """CPU seconds that the background threads of an arm have used so far."""
+    idents = [thread.ident for thread in arm.threads if thread.is_alive() and thread.ident is not None]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents)
+
+
+def _job(settings: Config, rank: int, world_size: int, regime: Regime) -> Job:
+    dataset = open_dataset(settings, rank)
+    engine: Any = build_engine(build_model(settings, dataset.tokenizer, world_size), settings, world_size)
+    order = Order(len(dataset), settings.train.global_batch, settings.run.seed)
+    return Job(settings, rank, world_size, dataset, order, engine, regime.last_step, False)

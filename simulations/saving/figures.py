@@ -1,0 +1,76 @@
+"""From samples to the figures of `saving.json`. Pure: no clock, no files.
+
+tracking_step_ratio = 1 + (hook_s + after_s - stall_s - collective_s + shortest collective) / step_s, where a
+later rank's lateness inside the all-reduce does not count: it would be waited for at the next collective
+anyway. overhead_ratio = 1 + (stall_s of all ranks + CPU seconds of all our threads) / (train_s x ranks).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from simulations.saving.arms import Samples
+
+Array = npt.NDArray[np.float64]
+_RESAMPLES = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A ratio with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def tracking_step_ratio(ranks: Sequence[Samples]) -> float:
+    """What measuring and deciding add to a step, without any copy."""
+    shortest = _matrix([rank.collective_s for rank in ranks]).min(axis=0)
+    ours = [
+        np.asarray(rank.hook_s)
+        + np.asarray(rank.after_s)
+        - np.asarray(rank.stall_s)
+        - np.asarray(rank.collective_s)
+        + shortest
+        for rank in ranks
+    ]
+    return float(1 + np.mean(ours) / np.mean([rank.train_s for rank in ranks]))
+
+
+def overhead_ratio(ranks: Sequence[Samples]) -> float:
+    """What saving adds: visible stall plus the processor time of our threads, as if no core were idle."""
+    stall_s = sum(sum(rank.stall_s) for rank in ranks)
+    cpu_s = sum(rank.thread_cpu_s for rank in ranks)
+    train_s = float(np.mean([sum(rank.train_s) for rank in ranks]))
+    return 1 + (stall_s + cpu_s) / (train_s * len(ranks))
+
+
+def ab_ratio(saving: Sequence[Samples], stock: Sequence[Samples]) -> Ratio:
+    """Step time with saving over step time with stock groups: medians of paired steps, by bootstrap."""
+    ours = np.max(
+        [np.asarray(r.train_s) + np.asarray(r.hook_s) + np.asarray(r.after_s) for r in saving], axis=0
+    )
+    theirs = _matrix([rank.train_s for rank in stock]).max(axis=0)
+    generator = np.random.default_rng(1)
+    picks = generator.integers(0, len(ours), size=(_RESAMPLES, len(ours)))
+    ratios = np.median(ours[picks], axis=1) / np.median(theirs[picks], axis=1)
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    return Ratio(float(np.median(ours) / np.median(theirs)), float(low), float(high))
+
+
+def mean_step_s(ranks: Sequence[Samples]) -> float:
+    """Mean seconds of a training step."""
+    return float(np.mean([rank.train_s for rank in ranks]))
+
+
+def drift_error_p99(estimated: Sequence[float], exact: Sequence[float]) -> float:
+    """99th percentile of |D_est / D_exact - 1|."""
+    found = np.asarray(estimated) / np.asarray(exact)
+    return float(np.quantile(np.abs(found - 1), 0.99))
+
+
+def _matrix(rows: Sequence[Sequence[float]]) -> Array:
+    return np.asarray(rows, dtype=np.float64)

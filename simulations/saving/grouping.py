@@ -1,0 +1,61 @@
+"""What layer groups cost in an optimizer step: many groups against two, on parameters too small to matter."""
+
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from app.config import parse
+from app.model import build_engine, init_distributed
+
+_STEPS = 30
+_WIDTH = 16
+
+
+class _Blocks(torch.nn.Module):
+    """Blocks of one matrix and one vector each: two groups a block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(num_blocks))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs.float().square().mean()
+
+
+def grouping_ms(rank: int, storage: str, blocks: tuple[int, ...]) -> dict[str, float]:
+    """Milliseconds per step that layer groups add: {blocks: median with - median with stock groups}."""
+    return {
+        str(count): 1000 * (_step_s(storage, count, "layer") - _step_s(storage, count, "stock"))
+        for count in blocks
+    }
+
+
+def _step_s(storage: str, num_blocks: int, groups: str) -> float:
+    """Median seconds of the optimizer part of a step."""
+    settings = parse(
+        {
+            "run": {"storage": storage},
+            "model": {"config": {"model_type": "qwen2"}},
+            "train": {"steps": 1, "global_batch": dist.get_world_size(), "groups": groups},
+            "checkpoint": {"method": "none"},
+            "cluster": {"workers": dist.get_world_size()},
+        }
+    )
+    init_distributed(settings)
+    torch.manual_seed(0)
+    engine: Any = build_engine(_Blocks(num_blocks), settings, dist.get_world_size())
+    seconds = []
+    for _ in range(_STEPS):
+        inputs = torch.ones(1, _WIDTH, dtype=torch.bfloat16)
+        engine.backward(engine(inputs))
+        dist.barrier()
+        started = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - started)
+    engine.destroy()
+    return statistics.median(seconds[5:])

@@ -1,0 +1,76 @@
+"""The conditions of the measurement: a model whose step takes about a second on two cores, often saved."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from app.config import Config, parse
+
+WORLD_SIZE = 2
+CHECKPOINT: dict[str, Any] = {
+    "warmup_steps": 20,
+    "warmup_full_every": 20,
+    "target_interval": 30,
+    "embedding_factor": 1,
+    "s_max": 60,
+    "full_every": 0,
+    "metrics_flush_s": 5,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """How long to measure. `num_steps` are measured steps of each arm after the warm-up."""
+
+    num_steps: int
+    num_write_pairs: int
+
+    @property
+    def last_step(self) -> int:
+        """Number of the last step."""
+        return int(CHECKPOINT["warmup_steps"]) + self.num_steps
+
+
+FULL = Regime(num_steps=150, num_write_pairs=20)
+QUICK = Regime(num_steps=125, num_write_pairs=10)
+
+
+def config(storage: str, groups: str, num_steps: int) -> Config:
+    """32 million parameters in six blocks and an embedding, on the bundled text.
+
+    Args:
+        storage: folder of the runs; the tokenised data is shared by all arms.
+        groups: `layer` or `stock`.
+        num_steps: length of the learning rate's schedule.
+    """
+    return parse(
+        {
+            "run": {"name": groups, "storage": storage, "seed": 7},
+            "model": {
+                "config": {
+                    "model_type": "qwen2",
+                    "vocab_size": 8192,
+                    "hidden_size": 640,
+                    "intermediate_size": 1728,
+                    "num_hidden_layers": 6,
+                    "num_attention_heads": 8,
+                    "num_key_value_heads": 4,
+                    "max_position_embeddings": 256,
+                    "tie_word_embeddings": True,
+                },
+                "vocab_size": 2048,
+            },
+            "data": {"source": "bundled", "seq_len": 64, "max_rows": 200, "cache": f"{storage}/data"},
+            "train": {
+                "steps": num_steps,
+                "global_batch": 2 * WORLD_SIZE,
+                "micro_batch": 2,
+                "lr": 1.0e-4,
+                "schedule": "linear",
+                "min_lr_ratio": 0.5,
+                "groups": groups,
+            },
+            "checkpoint": {"method": "layercheck" if groups == "layer" else "none", "settings": CHECKPOINT},
+            "cluster": {"workers": WORLD_SIZE},
+        },
+        "measuring regime",
+    )

@@ -1,0 +1,72 @@
+from pathlib import Path
+
+import pytest
+
+from layercheck.coordination.coordinator import Coordinator
+from layercheck.errors import (
+    RunIsLiveError,
+)
+from tests.fakes import Clock, FaultyStorage
+from tests.runs import Group, config, coordinator, start, with_base
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> FaultyStorage:
+    return FaultyStorage(str(tmp_path / "layercheck"))
+
+
+def test_a_moving_run_is_refused_with_its_step(storage: FaultyStorage) -> None:
+    clock = Clock()
+    living = start(storage, coordinator(storage, clock))
+    living.save(0)
+    beats = iter(range(1, 99))
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        living.beat(next(beats))
+
+    rival = Coordinator(storage, config(), clock, sleep)
+    with pytest.raises(
+        RunIsLiveError, match=r"run r1 is live \(step \d+, moving\); end it or pass --takeover"
+    ):
+        rival.begin_attempt("t2", "s2", 2, "composite")
+    assert not living.beat(50).fenced
+
+
+def test_a_run_that_does_not_move_is_taken_over_with_a_progress_line(storage: FaultyStorage) -> None:
+    clock, said = Clock(), []
+    group = with_base(storage)
+    rival = Coordinator(storage, config(takeover_s=12), clock, clock.sleep, said.append)
+    begun = clock.now
+    assert rival.begin_attempt("t2", "s2", 2, "composite").attempt == 2
+    assert clock.now - begun >= 12
+    assert any("watched" in line for line in said)
+    clock.now += 1
+    assert group.grant.attempt == 1
+
+
+def test_takeover_does_not_watch(storage: FaultyStorage) -> None:
+    clock = Clock()
+    with_base(storage)
+    rival = Coordinator(storage, config(), clock, clock.sleep)
+    assert rival.begin_attempt("t2", "s2", 2, "composite", takeover=True).attempt == 2
+    assert clock.now == 1000.0
+
+
+def test_a_run_that_ended_is_not_watched(storage: FaultyStorage) -> None:
+    clock = Clock()
+    group = with_base(storage)
+    group.coordinator.end_attempt(1, "failed", "boom")
+    rival = Coordinator(storage, config(), clock, clock.sleep)
+    assert rival.begin_attempt("t2", "s2", 2, "composite").attempt == 2
+    assert clock.now == 1000.0
+
+
+def test_two_claimants_get_two_numbers_and_the_newer_one_fences_the_older(storage: FaultyStorage) -> None:
+    with_base(storage)
+    one, two = coordinator(storage), coordinator(storage)
+    first = Group(one, storage, one.begin_attempt("t2", "s1", 2, "composite"))
+    second = Group(two, storage, two.begin_attempt("t3", "s1", 2, "composite"))
+    assert (first.attempt, second.attempt) == (2, 3)
+    assert first.beat(5).fenced
+    assert not second.beat(5).fenced
