@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from layercheck.coordination.link import HeartbeatLink
-from layercheck.manifest import Receipt, TrainerState
+from layercheck.manifest import DriftReport, Receipt, StepReport, TrainerState
 from layercheck.persistence.snapshot import SnapshotTaker
 from layercheck.persistence.writer import ShardWriter
 from layercheck.tracking.drift import LOST_SLOTS, RankNotices
@@ -25,6 +25,7 @@ class Attempt:
         part: number of `save_now` events taken.
         since: when training began, monotonic seconds.
         told_lost: lost events that went through the all-reduce already.
+        costs: on rank 0, figures of the newest step; `stall_s` is the sum over this attempt's steps.
     """
 
     number: int
@@ -40,8 +41,21 @@ class Attempt:
     state: TrainerState = field(default_factory=dict)
     since: float = field(default_factory=time.monotonic)
     told_lost: set[int] = field(default_factory=set)
+    costs: dict[str, float] = field(default_factory=dict)
 
-    def warn_if_age_dominates(self, step: int) -> None:
+    def note(self, step: StepReport, report: DriftReport) -> None:
+        """Keeps what a step cost and how fresh the store is: the next heartbeat takes it to the metrics."""
+        thresholds, drift = self.ledger.thresholds(step.step, report.lr), self.ledger.drift
+        self.costs = {
+            "stall_s": self.costs.get("stall_s", 0.0) + step.stall_s,
+            "inflight_bytes": report.backlog,
+            "max_age": step.max_age,
+            "weighted_age": step.weighted_age,
+            "drift_ratio": max((drift[name] / k for name, k in thresholds.items() if k), default=0.0),
+        }
+        self._warn_if_age_dominates(step.step)
+
+    def _warn_if_age_dominates(self, step: int) -> None:
         """Says, at most every `REASON_WINDOW` steps, that the threshold decides nothing."""
         if step % REASON_WINDOW == 0 and self.ledger.age_dominates:
             log.warning(

@@ -63,6 +63,16 @@ def test_the_report_of_a_real_run_has_the_numbers_of_its_store(trained: Path) ->
     assert 1 < totals.mean_interval < STEPS
 
 
+def test_the_heartbeat_carries_what_only_the_ranks_know(trained: Path) -> None:
+    rows = [row for row in pq.read_table(trained / "metrics").to_pylist() if row["step"] < STEPS]
+    second = [row for row in rows if row["step"] > open_both(str(trained)).facts().attempts[2].r_b]
+    costs = open_both(str(trained)).facts().progress[2].trainer_state["layercheck"]["costs"]
+    assert costs.keys() == {"stall_s", "inflight_bytes", "max_age", "weighted_age", "drift_ratio"}
+    assert costs["stall_s"] == pytest.approx(sum(row["stall_s"] for row in second))
+    assert costs["max_age"] == second[-1]["max_age"]
+    assert costs["drift_ratio"] > 0
+
+
 def test_i6_verify_finds_a_real_run_whole(trained: Path) -> None:
     assert main(["verify", str(trained)]) == 0
 
