@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from layercheck.coordination import journal
 from layercheck.coordination.facts import StoreFacts
 from layercheck.errors import ConfigError, StorageError
-from layercheck.persistence.storage import Storage, open_run_folder, open_store
+from layercheck.persistence.storage import Storage, open_run_folder, open_storage, open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ def open_both(store: str) -> Store:
         ConfigError: there is no run, or nothing that can be opened.
         StoreMismatchError: `run.json` is missing beside events.
     """
-    if "://" not in store:
-        store = os.path.abspath(os.path.expanduser(store))
-    parent, _, name = store.rstrip("/").removesuffix("/layercheck").rpartition("/")
+    parent, name, query = split(store)
     try:
-        opened = Store(open_store(store), open_run_folder(parent or "/", name))
+        # The options of a URI (`?endpoint_override=...`) belong behind the folder, whichever it is.
+        layercheck = open_storage(parent + query, name) if query else open_store(f"{parent}/{name}")
+        opened = Store(layercheck, open_run_folder(parent + query, name))
     except StorageError as error:
         raise ConfigError(f"STORE={store!r}: {error.message}", store=store) from error
     if journal.read_run(opened.layercheck) is None:
@@ -45,3 +45,12 @@ def open_both(store: str) -> Store:
             store=store,
         )
     return opened
+
+
+def split(store: str) -> tuple[str, str, str]:
+    """(folder of runs, run, options of the URI) of a STORE argument; a local path becomes absolute."""
+    path, mark, query = store.partition("?") if "://" in store else (store, "", "")
+    if "://" not in path:
+        path = os.path.abspath(os.path.expanduser(path))
+    parent, _, name = path.rstrip("/").removesuffix("/layercheck").rpartition("/")
+    return parent, name, mark + query

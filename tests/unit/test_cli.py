@@ -13,7 +13,7 @@ import pytest
 from layercheck.cli import main
 from layercheck.commands import gc as gc_command
 from layercheck.commands.gc import gc
-from layercheck.commands.store import open_both
+from layercheck.commands.store import open_both, split
 from layercheck.coordination.facts import versions_of
 from layercheck.errors import RunIsLiveError
 from layercheck.manifest import EventId
@@ -89,6 +89,23 @@ def test_a_layer_that_is_due_whatever_it_did_has_no_number_in_json(
     code, value = ask(capsys, "status", str(run.folder))
     assert code == 0
     assert None in [layer["drift"] for layer in value["layers"]]
+
+
+@pytest.mark.parametrize("below", ["", "/", "/layercheck", "/layercheck/"])
+@pytest.mark.parametrize(
+    ("folder", "query"), [("s3://bucket/runs", ""), ("s3://bucket/runs", "?endpoint_override=http://h:1/x")]
+)
+def test_a_store_is_the_run_folder_or_the_one_inside_also_as_a_uri(
+    folder: str, query: str, below: str
+) -> None:
+    assert split(f"{folder}/r1{below}{query}") == (folder, "r1", query)
+
+
+def test_a_local_store_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert split("r1") == split("r1/layercheck") == (str(tmp_path), "r1", "")
+    monkeypatch.chdir(tmp_path.parent)
+    assert split(f"{tmp_path.name}/./layercheck") == (str(tmp_path.parent), tmp_path.name, "")
 
 
 # ---------------------------------------------------------------- plan

@@ -13,12 +13,12 @@ import pytest
 from layercheck.cli import main
 from layercheck.commands.store import open_both
 from layercheck.coordination import journal
-from layercheck.persistence.storage import open_run_folder
+from layercheck.persistence.storage import LocalStorage, open_run_folder
 from layercheck.report import charts
 from layercheck.report.data import MAX_COLUMNS, RunReport, gather
 from layercheck.report.page import page
 from layercheck.tracking.metrics_log import DRIFT, METRICS, PartWriter
-from tests.runs import LAYERS
+from tests.runs import LAYERS, coordinator, run_record
 from tests.stores import RealRun, real_run
 
 VOID = {"meta", "br", "rect", "path", "line", "input"}
@@ -208,6 +208,18 @@ def test_a_run_without_any_rows_has_a_page(tmp_path: Path) -> None:
     assert report.totals.stall_share is None
     assert report.totals.max_age is None
     Page(page(report))
+
+
+def test_a_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
+    coordinator(LocalStorage(str(tmp_path / "r1/layercheck"))).open_run(run_record(), _probe(tmp_path))
+    report = look(tmp_path / "r1")
+    assert (report.totals.steps, report.totals.attempts, report.totals.mean_interval) == (0, 0, None)
+    Page(page(report))
+
+
+def _probe(folder: Path) -> str:
+    LocalStorage(str(folder / "r1/layercheck")).write("probe", [b"x"])
+    return "probe"
 
 
 def test_the_drivers_seconds_come_from_the_summary_of_the_application(folder: Path) -> None:
