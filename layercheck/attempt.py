@@ -10,7 +10,7 @@ import psutil
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination.link import HeartbeatLink
 from layercheck.coordination.protocol import CoordinatorClient
-from layercheck.manifest import AttemptGrant, Receipt, TrainerState
+from layercheck.manifest import AttemptGrant, DriftReport, Receipt, StepReport, TrainerState
 from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
 from layercheck.persistence.storage import Storage
 from layercheck.persistence.writer import ShardWriter
@@ -35,6 +35,7 @@ class Attempt:
         ended: when `after_step` last returned, monotonic seconds.
         step_s: seconds between that and the next call; `stall_s` the stall in the call before.
         alerts: what the next `StepReport` tells a person; see `alert`, `take_alerts`.
+        costs: on rank 0, figures of the newest step; `stall_s` is the sum over this attempt's steps.
     """
 
     number: int
@@ -68,7 +69,21 @@ class Attempt:
         own, self.alerts = self.alerts, []
         return (*own, *self.writer.take_alerts(), *told)
 
-    def warn_if_age_dominates(self, step: int) -> None:
+    costs: dict[str, float] = field(default_factory=dict)
+
+    def note(self, step: StepReport, report: DriftReport) -> None:
+        """Keeps what a step cost and how fresh the store is: the next heartbeat takes it to the metrics."""
+        thresholds, drift = self.ledger.thresholds(step.step, report.lr), self.ledger.drift
+        self.costs = {
+            "stall_s": self.costs.get("stall_s", 0.0) + step.stall_s,
+            "inflight_bytes": report.backlog,
+            "max_age": step.max_age,
+            "weighted_age": step.weighted_age,
+            "drift_ratio": max((drift[name] / k for name, k in thresholds.items() if k), default=0.0),
+        }
+        self._warn_if_age_dominates(step.step)
+
+    def _warn_if_age_dominates(self, step: int) -> None:
         """Says, at most every `REASON_WINDOW` steps, that the threshold decides nothing."""
         if step % REASON_WINDOW == 0 and self.ledger.age_dominates:
             log.warning(

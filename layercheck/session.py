@@ -215,7 +215,7 @@ class Session:
         )
         if opened.run_log is not None:
             opened.run_log.step(result, state, report, decision, opened.ledger)
-            opened.warn_if_age_dominates(step)
+            opened.note(result, report)
         self._complete_receipt(opened, step, state)
         opened.stall_s, opened.ended = result.stall_s, time.monotonic()
         return result
@@ -281,7 +281,7 @@ class Session:
 
     def _announce(self, opened: Attempt, state: TrainerState) -> None:
         if opened.link is not None:
-            state = {**state, "layercheck": opened.ledger.to_state()}
+            state = {**state, "layercheck": opened.ledger.to_state() | {"costs": opened.costs}}
             opened.link.post(state["step"], state, opened.ledger.drift)
 
     def _wait_for_commits(self, opened: Attempt, state: TrainerState, lr: float) -> None:
