@@ -10,10 +10,11 @@ import psutil
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination.link import HeartbeatLink
 from layercheck.coordination.protocol import CoordinatorClient
-from layercheck.manifest import AttemptGrant, DriftReport, Receipt, StepReport, TrainerState
+from layercheck.manifest import AttemptGrant, DriftReport, Receipt, TrainerState
 from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
 from layercheck.persistence.storage import Storage
 from layercheck.persistence.writer import ShardWriter
+from layercheck.step_report import StepReport
 from layercheck.tracking.drift import LOST_SLOTS, RankNotices
 from layercheck.tracking.ledger import REASON_WINDOW, Ledger
 from layercheck.tracking.run_log import RunLog

@@ -24,7 +24,6 @@ from layercheck.manifest import (
     PersistDecision,
     Receipt,
     ResumePoint,
-    StepReport,
     TrainerState,
 )
 from layercheck.persistence.shard_file import RngState
@@ -32,6 +31,7 @@ from layercheck.persistence.storage import Storage, open_run_folder, open_storag
 from layercheck.recovery import rng as random_state
 from layercheck.recovery.begin import Submission, begin
 from layercheck.recovery.restore import in_words, restore
+from layercheck.step_report import StepReport
 from layercheck.tracking.drift import DriftMeter
 from layercheck.tracking.policy import decide
 from layercheck.zero3 import Zero3Engine

@@ -87,7 +87,7 @@ class _Recorder:
 
     def after_step(self, step: int, state: dict[str, Any]) -> Any:
         from layercheck.errors import FencedError
-        from layercheck.manifest import StepReport
+        from layercheck.step_report import StepReport
 
         if step == self.fence_at:
             raise FencedError("a newer attempt has taken over")
