@@ -31,9 +31,11 @@ PURE = {
     "layercheck.coordination.protocol",
     "layercheck.coordination.restarts",
     "layercheck.coordination.status",
+    "layercheck.tracking.budget",
     "layercheck.tracking.calibrate",
     "layercheck.tracking.ledger",
     "layercheck.tracking.policy",
+    "layercheck.tracking.still",
     "layercheck.tracking.versions",
 }
 HEAVY = {"torch", "ray", "deepspeed", "transformers"}
