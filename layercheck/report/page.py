@@ -36,7 +36,7 @@ def page(report: RunReport) -> str:
         _layers(report),
         _notes(report),
     ]
-    data = json.dumps(_data(report), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(_data(report), separators=(",", ":"), allow_nan=False)
     text = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -259,6 +259,7 @@ def _notes(report: RunReport) -> str:
 
 
 def _data(report: RunReport) -> dict[str, Any]:
+    """Numbers alone: a name from the store could end the script element that holds them."""
     curves = report.curves
     return {
         "left": charts.LEFT,
