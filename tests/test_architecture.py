@@ -24,6 +24,7 @@ PURE = {
     "layercheck.errors",
     "layercheck.layers",
     "layercheck.manifest",
+    "layercheck.step_report",
     "layercheck.coordination.collect",
     "layercheck.coordination.facts",
     "layercheck.coordination.lineage",
