@@ -110,7 +110,7 @@ def _save_and_recover(storage: str, make: Callable[[Any], Any], build: dict[str,
             _cpu_adam,
             {"fp32", "exp_avg", "exp_avg_sq"},
             {"zero": {"offload_optimizer": {"device": "cpu"}}},
-            marks=pytest.mark.slow,  # compiles DeepSpeed's CPU Adam: two minutes of both cores
+            marks=pytest.mark.slow,  # builds an extension
         ),
     ],
     ids=["fused adamw", "sgd", "sgd with momentum", "own", "offloaded cpu adam"],
