@@ -264,7 +264,7 @@ class Session:
         if snapshot.stream.streaming:
             opened.alert(
                 f"event {event.folder} of {snapshot.layout.total} bytes on rank {self._zero3.rank} is larger "
-                f"than the staging memory: training waited {snapshot.stream.copy_s:.2f} s; raise staging_bytes"
+                f"than the staging memory: it stalled {snapshot.stream.copy_s:.2f} s; raise staging_bytes"
             )
         return snapshot.layout.total
 
