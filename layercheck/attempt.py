@@ -10,10 +10,11 @@ import psutil
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination.link import HeartbeatLink
 from layercheck.coordination.protocol import CoordinatorClient
-from layercheck.manifest import AttemptGrant, Receipt, TrainerState
+from layercheck.manifest import AttemptGrant, DriftReport, Receipt, TrainerState
 from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
 from layercheck.persistence.storage import Storage
 from layercheck.persistence.writer import ShardWriter
+from layercheck.step_report import StepReport
 from layercheck.tracking.drift import LOST_SLOTS, RankNotices
 from layercheck.tracking.ledger import REASON_WINDOW, Ledger
 from layercheck.tracking.run_log import RunLog
@@ -32,7 +33,10 @@ class Attempt:
         part: number of `save_now` events taken.
         since: when training began, monotonic seconds.
         told_lost: lost events that went through the all-reduce already.
+        ended: when `after_step` last returned, monotonic seconds.
+        step_s: seconds between that and the next call; `stall_s` the stall in the call before.
         alerts: what the next `StepReport` tells a person; see `alert`, `take_alerts`.
+        costs: on rank 0, figures of the newest step; `stall_s` is the sum over this attempt's steps.
     """
 
     number: int
@@ -48,6 +52,9 @@ class Attempt:
     state: TrainerState = field(default_factory=dict)
     since: float = field(default_factory=time.monotonic)
     told_lost: set[int] = field(default_factory=set)
+    ended: float = field(default_factory=time.monotonic)
+    step_s: float = 0.0
+    stall_s: float = 0.0
     alerts: list[str] = field(default_factory=list)
 
     def alert(self, text: str) -> None:
@@ -63,7 +70,21 @@ class Attempt:
         own, self.alerts = self.alerts, []
         return (*own, *self.writer.take_alerts(), *told)
 
-    def warn_if_age_dominates(self, step: int) -> None:
+    costs: dict[str, float] = field(default_factory=dict)
+
+    def note(self, step: StepReport, report: DriftReport) -> None:
+        """Keeps what a step cost and how fresh the store is: the next heartbeat takes it to the metrics."""
+        thresholds, drift = self.ledger.thresholds(step.step, report.lr), self.ledger.drift
+        self.costs = {
+            "stall_s": self.costs.get("stall_s", 0.0) + step.stall_s,
+            "inflight_bytes": report.backlog,
+            "max_age": step.max_age,
+            "weighted_age": step.weighted_age,
+            "drift_ratio": max((drift[name] / k for name, k in thresholds.items() if k), default=0.0),
+        }
+        self._warn_if_age_dominates(step.step)
+
+    def _warn_if_age_dominates(self, step: int) -> None:
         """Says, at most every `REASON_WINDOW` steps, that the threshold decides nothing."""
         if step % REASON_WINDOW == 0 and self.ledger.age_dominates:
             log.warning(
@@ -77,14 +98,22 @@ class Attempt:
         """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last."""
         backlog = self.writer.backlog_bytes
         if self.link is None:
-            return RankNotices(backlog)
+            return RankNotices(backlog, step_s=self.step_s, stall_s=self.stall_s)
         reply = self.link.reply
         untold = sorted(set(reply.lost_steps) - self.told_lost)
         told, later = untold[:LOST_SLOTS], untold[LOST_SLOTS:]
         self.told_lost.update(told)
         # A commit newer than a loss that has no slot yet would pass the lost event off as committed.
         committed = min(reply.committed_step, later[0] - 1) if later else reply.committed_step
-        return RankNotices(backlog, False, committed, reply.committed_part, tuple(told), reply.fenced)
+        return RankNotices(
+            backlog,
+            committed_step=committed,
+            committed_part=reply.committed_part,
+            lost_steps=tuple(told),
+            fenced=reply.fenced,
+            step_s=self.step_s,
+            stall_s=self.stall_s,
+        )
 
 
 def start_attempt(

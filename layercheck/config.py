@@ -1,6 +1,6 @@
 """The settings of LayerCheck: one frozen, checked value. Unknown keys and contradictions are errors."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -13,8 +13,10 @@ class DriftConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     norm: Literal["mean_abs", "rms", "rel_l2", "rel_l1"] = "mean_abs"
+    kind: Literal["path", "displacement"] = "path"
+    """`path`: sum of the updates since the newest version (paper 3.2). `displacement`: distance from it."""
     sample: Literal["auto", "exact", "sampled"] = "auto"
-    """`auto`: exact on an accelerator and for small layers, one block in 64 elsewhere."""
+    """`auto`: exact on an accelerator and for small layers, sampled elsewhere (see `tracking/sample.py`)."""
 
 
 class LayerCheckConfig(BaseModel):
@@ -34,6 +36,11 @@ class LayerCheckConfig(BaseModel):
     """Learning rate at which K_l is K0_l. Default: the group's initial rate, else the warm-up's largest."""
     embedding_factor: float = Field(10, gt=0)
     """K0 of embeddings as a multiple of the other layers' K0 (paper 3.4.3)."""
+    k0_factors: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Layer name pattern -> its K0 as a multiple of the global K0; the first that fits, before
+    `embedding_factor`. Wildcards as in file names: `{"layers.0": 2.0, "*norm": 0.5}`."""
+    overhead_budget: float | None = Field(None, gt=0, lt=1)
+    """Part of the step time that saving may cost; K moves to meet it; `target_interval` is the start."""
     s_max: int = Field(400, ge=4)
     """No layer is ever older than this many steps, counted against committed versions (I1)."""
     max_event_share: float = Field(0.15, gt=0, le=1)
@@ -74,6 +81,10 @@ class LayerCheckConfig(BaseModel):
             )
         if self.k0 is not None and self.k0_per_lr is not None:
             raise ValueError(f"give k0={self.k0} or k0_per_lr={self.k0_per_lr}, not both")
+        if self.overhead_budget is not None and (self.k0 or self.k0_per_lr):
+            raise ValueError(
+                f"overhead_budget={self.overhead_budget:g} moves K, k0 and k0_per_lr fix it: give one of them"
+            )
         if self.k0 is None and self.k0_per_lr is None and self.target_interval > self.s_max:
             raise ValueError(
                 f"target_interval={self.target_interval:g} is above s_max={self.s_max}: the age limit alone "

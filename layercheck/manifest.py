@@ -41,6 +41,9 @@ class DriftReport:
         backlog: bytes that the slowest rank still has to write.
         fenced: a newer attempt has taken over.
         errors: number of ranks that cannot go on: a non-finite loss or gradient norm, or a wait that is over.
+        displacement: layer -> distance from its newest version; None where `drift.kind` is `path`.
+        step_s: seconds of the step itself, mean over the ranks.
+        stall_s: seconds for which training waited for saves since the last report, mean over the ranks.
     """
 
     step: int
@@ -52,6 +55,9 @@ class DriftReport:
     backlog: float = 0.0
     fenced: bool = False
     errors: int = 0
+    displacement: dict[str, float] | None = None
+    step_s: float = 0.0
+    stall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +79,6 @@ class PersistDecision:
     writes: tuple[LayerWrite, ...] = ()
     must_wait: bool = False
     """True when a layer reached s_max against committed versions: block until the storage catches up (I1)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step cost and how fresh the store is. `stall_s` is the time training waited for a save.
-
-    `alerts` is what a person should know since the last step; that of the coordinator comes on rank 0.
-    """
-
-    step: int
-    stall_s: float = 0.0
-    tracking_s: float = 0.0
-    layers_written: int = 0
-    bytes_written: int = 0
-    max_age: int = 0
-    weighted_age: float = 0.0
-    alerts: tuple[str, ...] = ()
 
 
 class EventId(Record):

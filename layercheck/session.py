@@ -24,7 +24,6 @@ from layercheck.manifest import (
     PersistDecision,
     Receipt,
     ResumePoint,
-    StepReport,
     TrainerState,
 )
 from layercheck.persistence.shard_file import RngState
@@ -32,6 +31,7 @@ from layercheck.persistence.storage import Storage, open_run_folder, open_storag
 from layercheck.recovery import rng as random_state
 from layercheck.recovery.begin import Submission, begin
 from layercheck.recovery.restore import in_words, restore
+from layercheck.step_report import StepReport
 from layercheck.tracking.drift import DriftMeter
 from layercheck.tracking.policy import decide
 from layercheck.zero3 import Zero3Engine
@@ -134,6 +134,7 @@ class Session:
             return ResumePoint(step=1)
         self._zero3.set_global_state(plan.resume_step - 1, plan.trainer_state)
         opened.step, opened.skipped = self._zero3.step, self._zero3.skipped
+        self.meter.take(opened.step, self._zero3.slices)
         self._announce(opened, plan.trainer_state)
         if opened.link is not None and receipt is not None:
             opened.link.note_receipt(receipt)
@@ -188,12 +189,12 @@ class Session:
                 f"after_step(step={step}): engine.global_steps is {self._zero3.step}; pass that"
             )
         started = time.monotonic()
-        opened.step = step
+        opened.step, opened.step_s = step, started - opened.ended
         state: TrainerState = {**(trainer_state or {}), "step": step, **self._zero3.global_state()}
         opened.state = state
         report = self._exchange(opened, step, self._is_poisoned(opened, state))
         self._refuse_poison(opened, report)
-        opened.ledger.observe(report)
+        self._observe(opened, report)
         decision = decide(opened.ledger.facts(step, report.lr), self._config)
         tracked = time.monotonic()
         nbytes = self._save(opened, decision, state)
@@ -209,12 +210,14 @@ class Session:
             bytes_written=nbytes,
             max_age=opened.ledger.max_age(step),
             weighted_age=opened.ledger.weighted_age(step),
+            still_layers=opened.ledger.still.layers,
             alerts=opened.take_alerts(),
         )
         if opened.run_log is not None:
             opened.run_log.step(result, state, report, decision, opened.ledger)
-            opened.warn_if_age_dominates(step)
+            opened.note(result, report)
         self._complete_receipt(opened, step, state)
+        opened.stall_s, opened.ended = result.stall_s, time.monotonic()
         return result
 
     def _exchange(self, opened: Attempt, step: int, error: bool = False) -> DriftReport:
@@ -225,6 +228,12 @@ class Session:
                 step=step,
             )
         return report
+
+    def _observe(self, opened: Attempt, report: DriftReport) -> None:
+        events = opened.ledger.observe(report)
+        self.meter.settle(events.committed, events.lost)
+        if events.still and opened.link is not None:
+            log.warning("not moving by step %d: %s; are their updates seen?", report.step, events.still)
 
     def _is_poisoned(self, opened: Attempt, state: TrainerState) -> bool:
         if self._zero3.skipped > opened.skipped:
@@ -252,6 +261,7 @@ class Session:
             return 0
         if part == 0:
             opened.ledger.select(decision)
+            self.meter.take(decision.step, [write.layer for write in decision.writes])
         state = {**state, "layercheck": opened.ledger.to_state()}
         event = EventId(step=decision.step, attempt=opened.number, part=part)
         try:
@@ -264,13 +274,14 @@ class Session:
         if snapshot.stream.streaming:
             opened.alert(
                 f"event {event.folder} of {snapshot.layout.total} bytes on rank {self._zero3.rank} is larger "
-                f"than the staging memory: it stalled {snapshot.stream.copy_s:.2f} s; raise staging_bytes"
+                f"than the staging memory: training waited {snapshot.stream.copy_s:.2f} s; raise "
+                f"staging_bytes={self._config.staging_bytes}"
             )
         return snapshot.layout.total
 
     def _announce(self, opened: Attempt, state: TrainerState) -> None:
         if opened.link is not None:
-            state = {**state, "layercheck": opened.ledger.to_state()}
+            state = {**state, "layercheck": opened.ledger.to_state() | {"costs": opened.costs}}
             opened.link.post(state["step"], state, opened.ledger.drift)
 
     def _wait_for_commits(self, opened: Attempt, state: TrainerState, lr: float) -> None:
@@ -297,7 +308,7 @@ class Session:
             opened.link.wait_for_answer(ANSWER_S)
         is_late = opened.link is not None and time.monotonic() > deadline
         report = self._exchange(opened, step, error=is_late)
-        opened.ledger.observe(report)
+        self._observe(opened, report)
         return report
 
     def _complete_receipt(self, opened: Attempt, step: int, state: TrainerState) -> None:
@@ -328,8 +339,8 @@ class Session:
         decision = PersistDecision(
             step=step,
             writes=tuple(
-                LayerWrite(layer.name, "full", drift.get(layer.name, 0.0), 0.0, ages.get(layer.name, 0))
-                for layer in self._zero3.layer_map.layers
+                LayerWrite(name, "full", drift.get(name, 0.0), 0.0, ages.get(name, 0))
+                for name in opened.ledger.full_set
             ),
         )
         opened.part += 1
@@ -340,6 +351,8 @@ class Session:
             report = self._poll(opened, step, deadline)
             if (report.committed_step, report.committed_part) >= (step, opened.part):
                 opened.ledger.saved_now(step)
+                self.meter.take(step, opened.ledger.full_set)
+                self.meter.settle((step,), ())
                 return
             if step in report.lost_steps or report.errors:
                 raise StorageError(
@@ -353,6 +366,7 @@ class Session:
             how: `completed`, `failed` or `fenced`.
             reason: for people, if it did not complete.
         """
+        self.meter.close()
         opened, self._open = self._open, None
         if opened is None:
             return

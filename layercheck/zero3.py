@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from layercheck.errors import EngineRefusedError
 from layercheck.layers import LayerMap, LayerSpec, ParamSpec, build_layer_map
 from layercheck.persistence.scalars import pack_scalar, unpack_scalar
+from layercheck.updates import OptimizerCalls
 
 MASTER = "fp32"
 FROZEN = "weight"
@@ -119,6 +120,11 @@ class Zero3Engine:
         self.collective_device = torch.device("cpu") if on_host else engine.device
         self.slices = {layer.name: tuple(self._slices(layer)) for layer in self.layer_map.layers}
         self.sub_groups = tuple(self._sub_groups())
+        self._calls = OptimizerCalls(
+            self.optimizer,
+            self.zero.fp32_partitioned_groups_flat,
+            [sub_group.group for sub_group in self.sub_groups],
+        )
 
     # ------------------------------------------------------------------ shape
 
@@ -218,35 +224,18 @@ class Zero3Engine:
 
     # ------------------------------------------------------------------ hooks
 
-    def on_update(self, before: Callable[[SubGroup, float], None], after: Callable[[SubGroup], None]) -> None:
+    def on_update(
+        self, before: Callable[[SubGroup, float], None], after: Callable[[SubGroup], None]
+    ) -> Callable[[], None]:
         """Calls `before(sub_group, lr)` and `after(sub_group)` around each realised update.
 
-        DeepSpeed steps its sub-groups in order, one optimizer call each, with only that group's `params`
-        filled.
+        Returns:
+            A function that ends it. Any number of listeners may come and go.
         """
-        active: list[SubGroup] = []
-
-        def pre(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            sub_group = self._stepping()
-            active.append(sub_group)
-            before(sub_group, float(self.optimizer.param_groups[sub_group.group]["lr"]))
-
-        def post(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            after(active.pop())
-
-        self.optimizer.register_step_pre_hook(pre)
-        self.optimizer.register_step_post_hook(post)
-        self._cursor = 0
-
-    def _stepping(self) -> SubGroup:
-        count = len(self.sub_groups)
-        for ahead in range(count):
-            sub_group = self.sub_groups[(self._cursor + ahead) % count]
-            params = self.optimizer.param_groups[sub_group.group]["params"]
-            if params and params[0] is self.zero.fp32_partitioned_groups_flat[sub_group.index]:
-                self._cursor = sub_group.index + 1
-                return sub_group
-        raise EngineRefusedError("an optimizer step of tensors that are no ZeRO-3 partition of this engine")
+        return self._calls.listen(
+            lambda index, lr: before(self.sub_groups[index], lr),
+            lambda index: after(self.sub_groups[index]),
+        )
 
     # ------------------------------------------------------------------ reading
 

@@ -24,8 +24,16 @@ def build(
     optimizer: Any = None,
     persistence: int = 1000,
     freeze: tuple[str, ...] = (),
+    train: tuple[str, ...] = ("",),
+    zero: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
+    precision: str = "bf16",
 ) -> Any:
-    """A DeepSpeed engine of a 3-block model; `freeze` are name parts of parameters that do not train."""
+    """A DeepSpeed engine of a 3-block model.
+
+    `freeze` are name parts of parameters that do not train, `train` of those that may; `zero` and `more` are
+    further DeepSpeed settings, for its `zero_optimization` section and beside it.
+    """
     world = torch.distributed.get_world_size()
     settings = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world // accumulation,
@@ -34,10 +42,12 @@ def build(
             "stage": 3,
             "sub_group_size": sub_group_size,
             "stage3_param_persistence_threshold": persistence,
+            **(zero or {}),
         },
-        "bf16": {"enabled": True},
+        precision: {"enabled": True},
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
+        **(more or {}),
     }
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -54,7 +64,7 @@ def build(
     with deepspeed.zero.Init(config_dict_or_path=settings):
         model = Qwen2ForCausalLM(config)
     for name, param in model.named_parameters():
-        if any(part in name for part in freeze):
+        if any(part in name for part in freeze) or not any(part in name for part in train):
             param.requires_grad = False
     if groups == "layer":
         parameters: Any = layercheck.layer_groups(model, 0.01)

@@ -24,6 +24,7 @@ PURE = {
     "layercheck.errors",
     "layercheck.layers",
     "layercheck.manifest",
+    "layercheck.step_report",
     "layercheck.coordination.collect",
     "layercheck.coordination.facts",
     "layercheck.coordination.lineage",
@@ -31,9 +32,11 @@ PURE = {
     "layercheck.coordination.protocol",
     "layercheck.coordination.restarts",
     "layercheck.coordination.status",
+    "layercheck.tracking.budget",
     "layercheck.tracking.calibrate",
     "layercheck.tracking.ledger",
     "layercheck.tracking.policy",
+    "layercheck.tracking.still",
     "layercheck.tracking.versions",
 }
 HEAVY = {"torch", "ray", "deepspeed", "transformers"}

@@ -6,9 +6,11 @@ often and erase the differences that the method lives on.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Self
 
 from layercheck.config import LayerCheckConfig
+from layercheck.errors import ConfigError
 from layercheck.layers import LayerSpec
 
 _BISECTIONS = 60
@@ -16,9 +18,32 @@ _MIN_FACTOR = 0.01
 """Smallest failure-aware factor: a run that fails at every step must not write every layer at every step."""
 
 
-def layer_factor(kind: str, config: LayerCheckConfig) -> float:
-    """K0 of a layer as a multiple of the global K0 (paper 3.4.3: embeddings 10 times)."""
+def layer_factor(name: str, kind: str, config: LayerCheckConfig) -> float:
+    """K0 of a layer as a multiple of the global K0: by name, else by kind (paper 3.4.3: embeddings 10)."""
+    for pattern, factor in config.k0_factors.items():
+        if fnmatchcase(name, pattern):
+            return factor
     return config.embedding_factor if kind == "embedding" else 1.0
+
+
+def measure_name(config: LayerCheckConfig) -> str:
+    """Rates observed by one measure say nothing of another: `mean_abs`, or `displacement mean_abs`."""
+    drift = config.drift
+    return drift.norm if drift.kind == "path" else f"{drift.kind} {drift.norm}"
+
+
+def check_patterns(layers: tuple[LayerSpec, ...], config: LayerCheckConfig) -> None:
+    """A pattern that fits no layer is a mistake that would otherwise show as wrong intervals only.
+
+    Raises:
+        ConfigError: names the pattern and the layers there are.
+    """
+    for pattern in config.k0_factors:
+        if not any(fnmatchcase(layer.name, pattern) for layer in layers):
+            names = [layer.name for layer in layers]
+            raise ConfigError(
+                f"k0_factors: {pattern!r} fits no trainable layer of {', '.join(names)}", layers=names
+            )
 
 
 def mean_interval(
@@ -168,5 +193,5 @@ def _weights(
     layers: tuple[LayerSpec, ...], config: LayerCheckConfig
 ) -> tuple[dict[str, int], dict[str, float]]:
     numel = {layer.name: layer.numel for layer in layers}
-    factors = {layer.name: layer_factor(layer.kind, config) for layer in layers}
+    factors = {layer.name: layer_factor(layer.name, layer.kind, config) for layer in layers}
     return numel, factors

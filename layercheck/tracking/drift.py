@@ -1,19 +1,19 @@
 """Measures how far each layer moved in a step, and reduces it over the ranks with one all-reduce.
 
 Hooks around the optimizer see each sub-group's fp32 partition before and after its update, so any optimizer
-is measured as it really stepped. Large partitions on a CPU are sampled: contiguous blocks, one in
-`SAMPLE_EVERY`, rotating from step to step so that the whole partition is visited. Per layer l with n_l
+is measured as it really stepped. Large partitions on a CPU are sampled, see `sample.py`. Per layer l with n_l
 elements, dW = W(t)-W(t-1):
 
     mean_abs  sum|dW| / n_l            rms      sqrt(sum dW^2 / n_l)
     rel_l1    sum|dW| / sum|W|         rel_l2   sqrt(sum dW^2 / sum W^2)
 
-The paper (section 3.2) fixes the accumulated, normalised update and leaves the norm open.
+`drift.kind: displacement` measures W(t)-W(t_l) in the same norms as well, see `displacement.py`. The paper
+(section 3.2) fixes the accumulated, normalised update and leaves the norm open.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -21,21 +21,22 @@ from torch import Tensor
 
 from layercheck.config import DriftConfig
 from layercheck.manifest import DriftReport
+from layercheck.tracking.displacement import References
+from layercheck.tracking.sample import SubGroupSample, norms, phase_of, rule_for
 from layercheck.zero3 import SubGroup, Zero3Engine
 
-BLOCK = 256
-SAMPLE_EVERY = 64
-SMALL_NUMEL = 32768
 LOST_SLOTS = 4
-_STRIDE = 27  # coprime to SAMPLE_EVERY: neighbouring steps look at distant blocks
 
 
 @dataclass(frozen=True, slots=True)
 class RankNotices:
     """What one rank adds to the vector of a step.
 
-    `error`: this rank cannot go on: its state is not finite, or its wait is over. The fields after it count
-    on rank 0 alone.
+    Attributes:
+        error: this rank cannot go on: its state is not finite, or its wait is over.
+        step_s: seconds of the step itself, without what the session did in it.
+        stall_s: seconds for which training waited for saves since the last report.
+        committed_step, committed_part, lost_steps, fenced: count on rank 0 alone.
     """
 
     backlog: float = 0.0
@@ -44,73 +45,99 @@ class RankNotices:
     committed_part: int = 0
     lost_steps: tuple[int, ...] = ()
     fenced: bool = False
+    step_s: float = 0.0
+    stall_s: float = 0.0
 
 
 class DriftMeter:
-    """Measures updates between two calls of `reduce`, which is a collective."""
+    """Measures updates between two calls of `reduce`, which is a collective. Ends with `close`.
+
+    Several meters may watch one engine.
+
+    Attributes:
+        hook_s: seconds inside the optimizer hooks of the step that the last `reduce` reported.
+        reduce_s: seconds of that `reduce`; `collective_s` of them inside the all-reduce, most of which is
+            the wait for later ranks.
+    """
 
     def __init__(self, zero3: Zero3Engine, config: DriftConfig) -> None:
         self._zero3 = zero3
         self._order = 1 if config.norm in ("mean_abs", "rel_l1") else 2
         self._relative = config.norm.startswith("rel_")
-        self._layers = [layer.name for layer in zero3.layer_map.trainable]
-        self._numel = [layer.numel for layer in zero3.layer_map.trainable]
+        layers = zero3.layer_map.trainable
+        self._layers = [layer.name for layer in layers]
+        self._numel = [layer.numel for layer in layers]
         self._index = {name: i for i, name in enumerate(self._layers)}
         device = zero3.sub_groups[0].flat.device
-        on_cpu = device.type == "cpu"
-        sampled = config.sample == "sampled" or (config.sample == "auto" and on_cpu)
-        self._small = SMALL_NUMEL if sampled else math.inf
-        self._vector_device = zero3.collective_device
-        self._phase = 0
-        self._sums = torch.zeros(2, len(self._layers), dtype=torch.float64, device=device)
-        self._scratch = torch.empty(self._scratch_numel(), dtype=torch.float32, device=device)
+        sampled = config.sample == "sampled" or (config.sample == "auto" and device.type == "cpu")
+        self._samples = self._look(sampled)
+        room = max(sample.numel for sample in self._samples)
+        self._scratch = torch.empty(room, dtype=torch.float32, device=device)
+        self._references = (
+            # A whole copy of the weights is never what `auto` means.
+            References(self._look(config.sample != "exact"), self._order)
+            if config.kind == "displacement"
+            else None
+        )
+        self._reduced = 0
         self._lr = self._held_lr = 0.0
-        zero3.on_update(self._before, self._after)
+        self.hook_s = self.reduce_s = self.collective_s = self._collecting_s = 0.0
+        self.reset()
+        self.close = zero3.on_update(self._before, self._after)
+
+    def _look(self, sampled: bool) -> list[SubGroupSample]:
+        kinds = {layer.name: layer.kind for layer in self._zero3.layer_map.trainable}
+        return [
+            SubGroupSample(group, rule_for(kinds[group.layer], sampled)) for group in self._zero3.sub_groups
+        ]
 
     # ------------------------------------------------------------------ inside the optimizer step
 
-    def _scratch_numel(self) -> int:
-        return max(sum(view.numel() for view, _ in self._views(group)) for group in self._zero3.sub_groups)
-
-    def _views(self, group: SubGroup) -> list[tuple[Tensor, float]]:
-        """What this step looks at, as (view, weight): `weight` scales the view's sum to its segment."""
-        views: list[tuple[Tensor, float]] = []
-        for begin, length in group.segments:
-            run = group.flat.narrow(0, begin, length)
-            blocks = length // BLOCK
-            if length <= self._small or blocks < SAMPLE_EVERY:
-                views.append((run, 1.0))
-                continue
-            chosen = run[: blocks * BLOCK].view(blocks, BLOCK)[self._phase % SAMPLE_EVERY :: SAMPLE_EVERY]
-            views.append((chosen, length / chosen.numel()))
-        return views
-
     def _before(self, group: SubGroup, lr: float) -> None:
+        started = perf_counter()
         self._lr = max(self._lr, lr)
-        offset = 0
-        for view, _ in self._views(group):
-            self._scratch[offset : offset + view.numel()].view(view.shape).copy_(view)
-            offset += view.numel()
+        sample, phase = self._samples[group.index], phase_of(self._reduced)
+        self._views = sample.views(phase)
+        self._slots = sample.slots(self._scratch, phase)
+        if self._slots:
+            torch._foreach_copy_(self._slots, self._views)
+        self._collecting_s += perf_counter() - started
 
     def _after(self, group: SubGroup) -> None:
-        layer, offset = self._index[group.layer], 0
-        for view, weight in self._views(group):
-            moved = self._scratch[offset : offset + view.numel()].view(view.shape)
-            moved.sub_(view)
-            self._sums[0, layer] += weight * self._power_sum(moved)
+        started = perf_counter()
+        if self._slots:
+            torch._foreach_sub_(self._slots, self._views)
+            self._moved += norms(self._slots, self._order)
             if self._relative:
-                self._sums[1, layer] += weight * self._power_sum(view)
-            offset += view.numel()
+                self._held += norms(self._views, self._order)
+            sample = self._samples[group.index]
+            self._owners += [self._index[group.layer]] * len(sample)
+            self._weights += sample.weights(phase_of(self._reduced))
+        self._collecting_s += perf_counter() - started
 
-    def _power_sum(self, values: Tensor) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(values, ord=self._order, dtype=torch.float64)
-        return norm if self._order == 1 else norm * norm
+    # ------------------------------------------------------------------ versions
+
+    def take(self, step: int, layers: Iterable[str]) -> None:
+        """A version of these layers is selected: displacement counts from here."""
+        if self._references is not None:
+            self._references.take(step, layers)
+
+    def settle(self, committed: Iterable[int], lost: Iterable[int]) -> None:
+        """Steps of the events whose fate is now known; displacement counts from the older version again."""
+        if self._references is not None:
+            for step in lost:
+                self._references.lose(step)
+            for step in committed:
+                self._references.commit(step)
 
     # ------------------------------------------------------------------ once a step, on every rank
 
     def reset(self) -> None:
         """Forgets what was measured since the last `reduce`."""
-        self._sums.zero_()
+        self._moved: list[Tensor] = []
+        self._held: list[Tensor] = []
+        self._owners: list[int] = []
+        self._weights: list[float] = []
         self._lr = 0.0
 
     def reduce(self, step: int, notices: RankNotices) -> DriftReport:
@@ -123,47 +150,75 @@ class DriftMeter:
         Returns:
             The same report on every rank.
         """
+        started = perf_counter()
+        world, count = self._zero3.world_size, len(self._layers)
+        device = self._zero3.collective_device
+        measured = [self._sums(self._moved), self._sums(self._held)]
+        if self._references is not None:
+            measured += list(self._references.sums(self._layers))
+        tail = torch.tensor(self._tail(notices), dtype=torch.float64)
+        vector = torch.cat([*(part.to(device) for part in measured), tail.to(device)])
+        posted = perf_counter()
+        dist.all_reduce(vector)
+        values = vector.tolist()
+        self.collective_s = perf_counter() - posted
+        self._reduced += 1
+        self._held_lr = self._lr or self._held_lr
+        self.reset()
+        rows = [values[i * count : (i + 1) * count] for i in range(len(measured))]
+        report = self._report(step, rows, values[len(measured) * count :], world)
+        self.hook_s, self._collecting_s = self._collecting_s, 0.0
+        self.reduce_s = perf_counter() - started
+        return report
+
+    def _tail(self, notices: RankNotices) -> list[float]:
+        """Backlog and error of each rank, then what rank 0 knows, then seconds as parts of their means."""
         rank, world = self._zero3.rank, self._zero3.world_size
-        count = len(self._layers)
-        tail = [0.0] * (2 * world + 4 + LOST_SLOTS)
+        tail = [0.0] * (2 * world + 4 + LOST_SLOTS + 2)
         tail[rank] = notices.backlog
         tail[world + rank] = float(notices.error)
+        tail[-2:] = [notices.step_s / world, notices.stall_s / world]
         if rank == 0:
             lost = (*notices.lost_steps[:LOST_SLOTS], *[-1] * LOST_SLOTS)[:LOST_SLOTS]
-            tail[2 * world :] = [
+            tail[2 * world : -2] = [
                 float(notices.fenced),
                 float(notices.committed_step),
                 float(notices.committed_part),
                 self._lr or self._held_lr,  # a skipped step has none of its own
                 *map(float, lost),
             ]
-        vector = torch.cat(
-            [
-                self._sums.flatten().to(self._vector_device),
-                torch.tensor(tail, dtype=torch.float64, device=self._vector_device),
-            ]
-        )
-        dist.all_reduce(vector)
-        values = vector.tolist()
-        self._sums.zero_()
-        self._phase += _STRIDE
-        self._held_lr, self._lr = self._lr or self._held_lr, 0.0
-        flags = values[2 * count :]
-        fenced, committed, part, lr, *lost_slots = flags[2 * world :]
+        return tail
+
+    def _sums(self, found: list[Tensor]) -> Tensor:
+        """Per layer, the weighted sum of the powers of the norms that the hooks found."""
+        sums = torch.zeros(len(self._layers), dtype=torch.float64, device=self._scratch.device)
+        if found:
+            owners = torch.tensor(self._owners, device=sums.device)
+            weights = torch.tensor(self._weights, dtype=torch.float64, device=sums.device)
+            sums.index_add_(0, owners, torch.stack(found).double() ** self._order * weights)
+        return sums
+
+    def _report(
+        self, step: int, rows: Sequence[Sequence[float]], tail: Sequence[float], world: int
+    ) -> DriftReport:
+        fenced, committed, part, lr, *lost_slots = tail[2 * world : -2]
         return DriftReport(
             step=step,
-            delta=self._deltas(values[:count], values[count : 2 * count]),
+            delta=self._normalised(rows[0], rows[1]),
+            displacement=self._normalised(rows[2], rows[3]) if len(rows) > 2 else None,
             lr=lr,
             committed_step=int(committed),
             committed_part=int(part),
             lost_steps=tuple(int(slot) for slot in lost_slots if slot >= 0),
-            backlog=max(flags[:world]),
+            backlog=max(tail[:world]),
             fenced=fenced > 0,
-            errors=int(sum(flags[world : 2 * world])),
+            errors=int(sum(tail[world : 2 * world])),
+            step_s=tail[-2],
+            stall_s=tail[-1],
         )
 
-    def _deltas(self, moved: Sequence[float], weights: Sequence[float]) -> dict[str, float]:
-        scale = weights if self._relative else self._numel
+    def _normalised(self, moved: Sequence[float], held: Sequence[float]) -> dict[str, float]:
+        scale = held if self._relative else self._numel
         return {
             name: (moved[i] / scale[i] if scale[i] else moved[i]) ** (1.0 / self._order)
             for i, name in enumerate(self._layers)

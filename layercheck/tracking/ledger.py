@@ -13,14 +13,18 @@ from typing import Any, Self
 from layercheck.config import LayerCheckConfig
 from layercheck.layers import LayerMap, LayerSpec
 from layercheck.manifest import DriftReport, LayerWrite, PersistDecision, RecoveryPlan
+from layercheck.tracking.budget import BudgetController
 from layercheck.tracking.calibrate import (
     RateMeter,
+    check_patterns,
     expected_interval,
     failure_factor,
     find_k0,
     find_lr_ref,
+    measure_name,
 )
 from layercheck.tracking.policy import LayerFacts, PolicyFacts, threshold
+from layercheck.tracking.still import StillLayers
 from layercheck.tracking.versions import LayerState, Versions, first_staggers
 
 _FIRST_MARGIN = 5
@@ -32,10 +36,16 @@ REASON_WINDOW = 500
 
 @dataclass(frozen=True, slots=True)
 class LedgerEvents:
-    """What one report told: steps of the events that are now known to be committed or lost."""
+    """What one report told.
+
+    Attributes:
+        committed, lost: steps of the events that are now known to be so.
+        still: trainable layers that have now shown no movement at all for a whole rotation.
+    """
 
     committed: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
+    still: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -48,7 +58,7 @@ class Ledger:
         initial_lr: `lr_ref` where the settings name none: the optimizer groups' initial rate, if known.
         lag: steps by which a report may be older than the decision that uses it; 0 on CPU.
         k0: global threshold at `lr_ref`; None until the warm-up is over.
-        k_factor: failure-aware factor of all thresholds.
+        k_factor: failure-aware factor of all thresholds; `budget` holds another one in budget mode.
         began: last step that counted as done when this attempt began.
         gaps: steps run by each of the last attempts that failed, oldest first.
     """
@@ -64,6 +74,8 @@ class Ledger:
     k_factor: float = 1.0
     began: int = 0
     gaps: tuple[int, ...] = ()
+    budget: BudgetController | None = None
+    still: StillLayers = field(default_factory=StillLayers)
     _observed_step: int = 0
     _event_step: int = -1
     _delays: deque[int] = field(default_factory=lambda: deque(maxlen=_DELAYS_KEPT))
@@ -77,8 +89,12 @@ class Ledger:
         cls, layer_map: LayerMap, config: LayerCheckConfig, initial_lr: float | None = None, lag: int = 0
     ) -> Self:
         """The ledger of a run that begins: no version of anything."""
+        check_patterns(layer_map.trainable, config)
         versions = Versions({layer.name: LayerState() for layer in layer_map.layers})
-        return cls(layer_map, config, initial_lr, lag, RateMeter(config.drift.norm), versions)
+        ledger = cls(layer_map, config, initial_lr, lag, RateMeter(measure_name(config)), versions)
+        if config.overhead_budget is not None:
+            ledger.budget = BudgetController(config.overhead_budget)
+        return ledger
 
     @classmethod
     def resumed(
@@ -100,13 +116,17 @@ class Ledger:
             layer.selected = layer.committed = version.step
             drift = plan.drift.get(version.layer, inf)
             layer.drift, layer.overdue = (drift, False) if isfinite(drift) else (0.0, True)
+            if config.drift.kind == "displacement":
+                layer.drift = 0.0  # the reference is gone: distance counts from the recovered weights
         ledger._observed_step = ledger._event_step = ledger.began = plan.resume_step - 1
         ledger._restore(plan.trainer_state.get("layercheck", {}), plan)
         return ledger
 
     def _restore(self, state: Mapping[str, Any], plan: RecoveryPlan) -> None:
-        self.meter = RateMeter.from_state(state.get("meter"), self.config.drift.norm)
+        self.meter = RateMeter.from_state(state.get("meter"), measure_name(self.config))
         self.lr_ref = state.get("lr_ref")
+        if self.budget is not None:
+            self.budget.factor = state.get("budget_factor", 1.0)
         self._delays.extend(state.get("delays", ()))
         for name, stagger in state.get("stagger", {}).items():
             self.versions.layers[name].stagger = stagger
@@ -131,6 +151,7 @@ class Ledger:
             "k0": self.k0,
             "lr_ref": self.lr_ref,
             "k_factor": self.k_factor,
+            "budget_factor": 1.0 if self.budget is None else self.budget.factor,
             "delays": list(self._delays),
             "selected": {name: layer.selected for name, layer in layers.items()},
             "stagger": {name: layer.stagger for name, layer in layers.items() if layer.stagger != 1.0},
@@ -154,11 +175,14 @@ class Ledger:
         for step in committed:
             self.versions.commit(step)
             self._delays.append(max(0, report.step - step))
+        still: tuple[str, ...] = ()
         if report.step > self._observed_step:
             self._observed_step = report.step
+            still = self.still.observe(report.delta, report.lr)
             self._add_drift(report)
             self._adapt_to_failures(report.step)
-        return LedgerEvents(committed=committed, lost=lost)
+            self._adapt_to_budget(report)
+        return LedgerEvents(committed, lost, still)
 
     def non_finite(self, report: DriftReport) -> str | None:
         """The first layer, in model order, whose drift of this step is not a finite number (I13)."""
@@ -173,16 +197,12 @@ class Ledger:
             lr=lr,
             k0=self.k0,
             lr_ref=self.lr_ref,
-            k_factor=self.k_factor,
+            k_factor=self.k_factor * (1.0 if self.budget is None else self.budget.factor),
             margin=self.margin,
             newest_full=self.versions.newest_full,
             event_taken=self._event_step == step,
             layers=tuple(self._facts_of(layer, in_flight) for layer in self.layer_map.trainable),
-            frozen=tuple(
-                layer.name
-                for layer in self.layer_map.layers
-                if not layer.trainable and self.versions.layers[layer.name].selected < 0
-            ),
+            frozen=self._unsaved_frozen,
         )
 
     def select(self, decision: PersistDecision) -> None:
@@ -202,7 +222,7 @@ class Ledger:
         """A full event of this step, outside the policy's schedule, is committed (I10)."""
         for earlier in self.versions.in_flight:
             self.versions.commit(earlier)
-        self.versions.take(step, self.versions.layers, full=True)
+        self.versions.take(step, self.full_set, full=True)
         self.versions.commit(step)
         self._event_step = step
         self._stagger()
@@ -215,6 +235,11 @@ class Ledger:
         if not self._delays:
             return min(_FIRST_MARGIN, self.config.s_max // 4)
         return min(self.lag + 1 + ceil(1.5 * max(self._delays)), self.config.s_max // 4)
+
+    @property
+    def full_set(self) -> tuple[str, ...]:
+        """What a full event of now holds: all trainable layers, and the frozen ones without a version."""
+        return self._names + self._unsaved_frozen
 
     @property
     def drift(self) -> dict[str, float]:
@@ -258,6 +283,15 @@ class Ledger:
     def _names(self) -> tuple[str, ...]:
         return tuple(layer.name for layer in self.layer_map.trainable)
 
+    @property
+    def _unsaved_frozen(self) -> tuple[str, ...]:
+        layers = self.versions.layers
+        return tuple(
+            layer.name
+            for layer in self.layer_map.layers
+            if not layer.trainable and layers[layer.name].selected < 0
+        )
+
     def _facts_of(self, spec: LayerSpec, in_flight: frozenset[str]) -> LayerFacts:
         layer = self.versions.layers[spec.name]
         return LayerFacts(
@@ -273,14 +307,18 @@ class Ledger:
         )
 
     def _add_drift(self, report: DriftReport) -> None:
+        moved: dict[str, float] = {}
         for name in self._names:
             layer = self.versions.layers[name]
+            moved[name] = report.delta.get(name, 0.0)
+            if report.displacement is not None:
+                moved[name] = report.displacement.get(name, 0.0) - layer.drift
             # With a lag, movement that the newest version already holds arrives after its selection.
             if report.step > layer.selected:
-                layer.drift += report.delta.get(name, 0.0)
+                layer.drift += moved[name]
         if self.k0 is None:
             if report.step > self.config.warmup_steps // 2:
-                self.meter.observe({name: report.delta.get(name, 0.0) for name in self._names}, report.lr)
+                self.meter.observe(moved, report.lr)
             self._calibrate(report.step)
 
     def _calibrate(self, step: int) -> None:
@@ -294,6 +332,17 @@ class Ledger:
     def _adapt_to_failures(self, step: int) -> None:
         if self.config.failure_aware and self.gaps:
             self.k_factor = failure_factor(self.gaps, self._interval(), step - self.began)
+
+    def _adapt_to_budget(self, report: DriftReport) -> None:
+        """A full event costs what it costs: the steps around it say nothing of K."""
+        if self.budget is None or self.versions.newest_full >= report.step - 1:
+            return
+        is_busy = report.backlog > 0
+        if report.step > self.config.warmup_steps + 1:
+            if self.versions.newest_full == self.versions.committed_full:
+                self.budget.observe(report.step_s, report.stall_s, is_busy)
+        elif not is_busy:
+            self.budget.watch(report.step_s, is_busy)
 
     def _interval(self) -> float:
         if self.k0 is None or self.lr_ref is None:

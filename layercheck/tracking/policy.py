@@ -48,7 +48,7 @@ class PolicyFacts:
     Attributes:
         lr: largest learning rate over the groups of this step.
         k0: global threshold at `lr_ref`; None until it is calibrated (then only age selects).
-        k_factor: failure-aware factor of all thresholds.
+        k_factor: factor of all thresholds, for failures and for the budget.
         margin: steps before `s_max` at which a layer is due by age, for the time a commit takes.
         newest_full: step of the newest full event, committed or in flight; -1 for none.
         event_taken: an event of this very step exists already, so no other can be taken.
@@ -110,7 +110,7 @@ def threshold(layer: LayerFacts, facts: PolicyFacts, config: LayerCheckConfig) -
     """K_l(t) = max(K0_l lr_t / lr_ref, K_min), times `k_factor` and the stagger; None without K0."""
     if facts.k0 is None or facts.lr_ref is None:
         return None
-    k0 = facts.k0 * layer_factor(layer.kind, config)
+    k0 = facts.k0 * layer_factor(layer.name, layer.kind, config)
     return max(k0 * facts.lr / facts.lr_ref, _K_FLOOR * k0) * facts.k_factor * layer.stagger
 
 

@@ -31,6 +31,10 @@ def test_a_configuration_is_taken_as_it_is():
         ({"k0": 1e-3, "k0_per_lr": 5.0}, "give k0=0.001 or k0_per_lr=5.0, not both"),
         ({"target_interval": 500}, "target_interval=500 is above s_max=400"),
         ({"recovery": "strict"}, "needs strict_max_age"),
+        ({"drift": {"kind": "distance"}}, "drift.kind='distance'"),
+        ({"k0_factors": {"norm": 0}}, "k0_factors.norm=0"),
+        ({"overhead_budget": 1.5}, "overhead_budget=1.5"),
+        ({"overhead_budget": 0.02, "k0": 1e-3}, "overhead_budget=0.02 moves K"),
     ],
 )
 def test_a_wrong_setting_is_named_with_the_value_received(settings: dict, words: str):
@@ -55,5 +59,7 @@ def test_settings_cannot_change_after_construction():
 
 
 def test_a_configuration_survives_its_json():
-    config = parse_config({"s_max": 600, "drift": {"norm": "rms"}})
+    config = parse_config(
+        {"s_max": 600, "drift": {"norm": "rms"}, "k0_factors": {"a*": 2}, "overhead_budget": 0.02}
+    )
     assert parse_config(config.model_dump(mode="json")) == config

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layercheck.errors import ConfigError
 from layercheck.layers import LayerMap
 from layercheck.manifest import DriftReport, PersistDecision
 from layercheck.tracking.ledger import Ledger
@@ -61,6 +62,26 @@ def test_the_threshold_of_an_embedding_is_larger_by_its_factor():
     known = facts(fact("a"), fact("e", kind="embedding"), k_factor=0.5)
     assert threshold(known.layers[0], known, CONFIG) == pytest.approx(0.5)
     assert threshold(known.layers[1], known, CONFIG) == pytest.approx(5.0)
+
+
+def test_a_factor_by_name_pattern_takes_the_place_of_the_one_by_kind_and_the_first_that_fits_counts():
+    by_name = config(k0_factors={"layers.0": 2.0, "layers.*": 3.0, "*norm": 0.5, "embed*": 4.0})
+    known = facts(
+        fact("layers.0"), fact("layers.1"), fact("norm"), fact("embed_tokens", kind="embedding"), fact("head")
+    )
+    limits = [threshold(layer, known, by_name) for layer in known.layers[:5]]
+    assert limits == pytest.approx([2.0, 3.0, 0.5, 4.0, 1.0])
+
+
+def test_a_pattern_that_fits_no_layer_is_refused_naming_the_layers():
+    with pytest.raises(ConfigError, match=r"'layer\.0' fits no trainable layer of embed_tokens, layers\.0"):
+        Ledger.fresh(transformer(1), config(k0_factors={"layer.0": 2.0}))
+
+
+def test_a_smaller_factor_makes_a_layer_be_written_more_often():
+    run = steady(blocks=4, steps=1200, k0_factors={"layers.0": 0.25})
+    written = Counter(write.layer for one in run.selective() for write in one.writes)
+    assert written["layers.0"] > 2 * max(written[f"layers.{index}"] for index in (1, 2, 3)) * 0.8
 
 
 def test_the_layer_that_drifted_most_over_its_threshold_goes_first():

@@ -1,0 +1,145 @@
+"""Displacement beside path, several meters on one engine, and the group lists during an optimizer call."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import micro
+from tests.harness import run_ranks
+
+
+def _meter(zero3: Any, **settings: Any) -> Any:
+    from layercheck.config import DriftConfig
+    from layercheck.tracking.drift import DriftMeter
+
+    return DriftMeter(zero3, DriftConfig(**settings))
+
+
+def _reduce(meter: Any, step: int) -> Any:
+    from layercheck.tracking.drift import RankNotices
+
+    return meter.reduce(step, RankNotices())
+
+
+# ------------------------------------------------------------------ displacement
+
+
+def _distance_and_path(norm: str) -> list[tuple[float, float, float]]:
+    """(displacement, path, distance by hand) of every layer, 6 steps after a version that came at step 2."""
+    import torch
+
+    from layercheck.zero3 import MASTER, Zero3Engine
+
+    engine = micro.build()
+    zero3 = Zero3Engine(engine)
+    meter = _meter(zero3, kind="displacement", norm=norm, sample="exact")
+
+    def weights() -> dict[str, Any]:
+        return {
+            name: torch.cat([zero3.tensors(part)[MASTER].clone() for part in parts]).double()
+            for name, parts in zero3.slices.items()
+        }
+
+    path = dict.fromkeys(zero3.slices, 0.0)
+    for step in range(1, 9):
+        micro.train_step(engine, step)
+        report = _reduce(meter, step)
+        for name in path:
+            path[name] += report.delta[name]
+        if step == 2:
+            meter.take(2, zero3.slices)
+            path, version = dict.fromkeys(path, 0.0), weights()
+    found = []
+    for layer in zero3.layer_map.layers:
+        moved = weights()[layer.name] - version[layer.name]
+        order = 1 if norm == "mean_abs" else 2
+        total = moved.abs().pow(order).sum()
+        torch.distributed.all_reduce(total)
+        by_hand = (total.item() / layer.numel) ** (1 / order)
+        found.append((report.displacement[layer.name], path[layer.name], by_hand))
+    return found
+
+
+@pytest.mark.parametrize("norm", ["mean_abs", "rms"])
+def test_displacement_is_the_distance_from_the_version_and_never_more_than_the_path(
+    tmp_path: Path, norm: str
+) -> None:
+    for found in run_ranks(2, tmp_path, _distance_and_path, norm):
+        for displacement, path, by_hand in found:
+            assert displacement == pytest.approx(by_hand, rel=1e-6)
+            assert 0 < displacement <= path * (1 + 1e-9)
+        assert any(displacement < 0.99 * path for displacement, path, _ in found), "they never differ"
+
+
+def _lose_and_commit() -> dict[str, dict[str, float]]:
+    """Distance from the versions of step 2 and 4, as the second is lost and as it is committed."""
+    from layercheck.zero3 import Zero3Engine
+
+    engine = micro.build()
+    zero3 = Zero3Engine(engine)
+    lost, kept, old = (_meter(zero3, kind="displacement") for _ in range(3))
+    for step in range(1, 7):
+        micro.train_step(engine, step)
+        if step == 2:
+            for meter in (lost, kept, old):
+                meter.take(2, zero3.slices)
+        if step == 4:
+            lost.take(4, ["layers.0", "norm"])
+            kept.take(4, ["layers.0", "norm"])
+        if step == 5:
+            lost.settle(committed=(2,), lost=(4,))
+            kept.settle(committed=(2, 4), lost=())
+    return {
+        name: _reduce(meter, 6).displacement
+        for name, meter in {"lost": lost, "kept": kept, "old": old}.items()
+    }
+
+
+def test_when_an_event_is_lost_distance_counts_from_the_version_before_it(tmp_path: Path) -> None:
+    found = run_ranks(2, tmp_path, _lose_and_commit)[0]
+    assert found["lost"] == found["old"]
+    for name in found["old"]:
+        if name in ("layers.0", "norm"):
+            assert 0 < found["kept"][name] < found["old"][name]
+        else:
+            assert found["kept"][name] == found["old"][name] > 0
+
+
+# ------------------------------------------------------------------ several meters, and none
+
+
+def _three_meters() -> list[dict[str, float]]:
+    """Deltas of one meter alone, then of the same steps with two others beside it that come and go."""
+    from layercheck.zero3 import Zero3Engine
+
+    found = []
+    for others in (False, True):
+        engine = micro.build()
+        zero3 = Zero3Engine(engine)
+        meter = _meter(zero3, sample="exact")
+        first = _meter(zero3, sample="sampled") if others else None
+        for step in range(1, 5):
+            micro.train_step(engine, step)
+            if first is not None and step == 2:
+                second = _meter(zero3, norm="rms")
+                first.close()
+                first.close()
+            found.append(_reduce(meter, step).delta)
+            if others and step > 2:
+                assert all(value > 0 for value in _reduce(second, step).delta.values())
+        meter.close()
+        if others:
+            second.close()
+        optimizer = zero3.optimizer
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+        assert "step" not in vars(optimizer)
+        micro.train_step(engine, 5)
+        assert set(_reduce(meter, 5).delta.values()) == {0.0}
+    return found
+
+
+def test_meters_on_one_engine_do_not_disturb_each_other_and_leave_nothing_behind(tmp_path: Path) -> None:
+    found = run_ranks(2, tmp_path, _three_meters)[0]
+    assert found[:4] == found[4:]
