@@ -22,7 +22,7 @@ from tests.fakes import FaultyStorage, SlowStorage
 from tests.harness import run_ranks
 from tests.integration.ranks import CONFIG, open_session, train
 
-STEPS, FAILS_FROM, FAILS_UNTIL = 40, 12, 24
+STEPS, FAILS_FROM, FAILS_UNTIL = 34, 12, 20
 QUICK = {"write_retries": 1, "s_max": 200, "event_timeout_s": 10}
 
 
@@ -64,7 +64,7 @@ class FullDisk(LocalStorage):
 
 
 def _train_while(storage: str, kind: type[Any], broken_on: tuple[int, ...]) -> dict[str, Any]:
-    """Trains while the store of some ranks is broken from step 12 to 24; looks at the plan at its end."""
+    """Trains while the store of some ranks is broken from step 12 to 20; looks at the plan at its end."""
     import torch
 
     store = kind(_store(storage))
