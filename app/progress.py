@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from app.config import Config
-from layercheck.manifest import StepReport
+from layercheck.step_report import StepReport
 
 
 class Meter:

@@ -11,12 +11,12 @@ import traceback
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import ray
-from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.metrics import Metrics
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import LayerCheckError
@@ -28,8 +28,6 @@ CALLS = frozenset(name for name in vars(CoordinatorClient) if not name.startswit
 
 _TICK_S = 0.5
 _GRACE_S = 10.0
-_STATUS_S = 30.0
-"""Between two looks at the whole store for the metrics; it grows with the run."""
 _MAX_CALLS = 64
 """Calls at once. `begin_attempt` may watch another submission for `takeover_s`, and it can see that one move
 only if the heartbeats of that one are served meanwhile."""
@@ -114,7 +112,7 @@ class CoordinatorActor:
         self._making = threading.Lock()
         self._started_s = self._last_beat_s = time.monotonic()
         self._completed_s: float | None = None
-        self._gauges = Gauges(run)
+        self._metrics = Metrics(run)
         threading.Thread(target=self._tick_for_ever, name="tick", daemon=True).start()
 
     def call(self, name: str, *args: Any) -> Any:
@@ -126,7 +124,7 @@ class CoordinatorActor:
         answer = getattr(self._coordinator(), name)(*args)
         if name == "end_attempt" and args[1] == "completed":
             self._completed_s = time.monotonic()
-        self._gauges.saw(name, args, answer)
+        self._metrics.saw(name, args, answer)
         return answer
 
     def begin_attempt(self, config: LayerCheckConfig, *args: Any) -> AttemptGrant:
@@ -174,7 +172,6 @@ class CoordinatorActor:
     def _tick(self, plain: PlainCoordinator) -> None:
         try:
             plain.tick()
-            self._gauges.look(plain)
         except LayerCheckError as error:
             # The storage may come back; training must not learn of it by a dead coordinator (I9).
             _say(f"coordinator of {self._run}: {type(error).__name__}: {error}")
@@ -184,57 +181,6 @@ class CoordinatorActor:
         if self._completed_s is not None and now - self._completed_s > _GRACE_S:
             return True
         return now - self._last_beat_s > self._config.idle_s
-
-
-class Gauges:
-    """The one observer that maps what a coordinator hears and says to Ray metrics (`ray_layercheck_...`)."""
-
-    _TEXTS: ClassVar[dict[str, str]] = {
-        "step": "Last complete step",
-        "committed_step": "Step of the newest commit",
-        "commits": "Commits seen by this coordinator",
-        "lost_events": "Events of this attempt declared lost",
-        "shard_bytes": "Bytes of all shards reported to this coordinator",
-        "max_age": "Age of the oldest layer, in steps",
-        "weighted_age": "Size-weighted mean age, in steps",
-    }
-
-    def __init__(self, run: str) -> None:
-        self._gauges = {
-            key: Gauge(f"layercheck_{key}", description=text, tag_keys=("run",))
-            for key, text in self._TEXTS.items()
-        }
-        for gauge in self._gauges.values():
-            gauge.set_default_tags({"run": run})
-        self.values: dict[str, float] = dict.fromkeys(("commits", "shard_bytes"), 0)
-        self._heard = False
-        self._looked_s = time.monotonic()
-
-    def saw(self, name: str, args: tuple[Any, ...], answer: Any) -> None:
-        """Takes one call and its answer; costs no storage access."""
-        if name == "record":
-            self._set("shard_bytes", self.values["shard_bytes"] + sum(row.nbytes for row in args[2]))
-        elif name == "heartbeat":
-            self._heard = True
-            self._set("step", args[1])
-            self._set("lost_events", len(answer.lost_steps))
-            if answer.committed_step > self.values.get("committed_step", -1):
-                self._set("commits", self.values["commits"] + 1)
-            self._set("committed_step", answer.committed_step)
-
-    def look(self, plain: PlainCoordinator) -> None:
-        """Reads the ages from the store now and then, if heartbeats came since the last look."""
-        if not self._heard or time.monotonic() - self._looked_s < _STATUS_S:
-            return
-        self._heard, self._looked_s = False, time.monotonic()
-        status = plain.status()
-        for key in ("max_age", "weighted_age"):
-            if status[key] is not None:
-                self._set(key, status[key])
-
-    def _set(self, key: str, value: float) -> None:
-        self.values[key] = value
-        self._gauges[key].set(value)
 
 
 def _prefer_head() -> NodeAffinitySchedulingStrategy | None:

@@ -39,7 +39,7 @@ def prepare_extensions(run_dir: str | Path, limit_s: float = 300) -> dict[str, s
     The first call on a machine compiles (20 to 47 s); every later run copies. States, per machine:
     1. one process holds the guard (a kernel lock, gone with its holder), all others wait for it;
     2. the holder clears stale locks and builds into `built-<versions>`;
-    3. the build is copied to `<hash of run_dir>` under a temporary name and renamed: complete or absent.
+    3. the build is copied to `<hash of both>` under a temporary name and renamed: complete or absent.
 
     Args:
         run_dir: folder or URI of the run; only its name matters.
@@ -50,7 +50,8 @@ def prepare_extensions(run_dir: str | Path, limit_s: float = 300) -> dict[str, s
     """
     root = extensions_root()
     built = root / f"built-{_build_key()}"
-    mine = root / blake2b(str(run_dir).encode(), digest_size=8).hexdigest()
+    # Of the environment too: two of them in one folder would compile over each other's work.
+    mine = root / blake2b(f"{_build_key()}:{run_dir}".encode(), digest_size=8).hexdigest()
     with _guard(root, limit_s) as guard:
         if not (built / "complete").exists():
             clear_stale_locks(built)

@@ -1,16 +1,24 @@
 """What a session holds while it is open."""
 
 import logging
+import os
 import time
 from dataclasses import dataclass, field
 
+import psutil
+
+from layercheck.config import LayerCheckConfig
 from layercheck.coordination.link import HeartbeatLink
-from layercheck.manifest import Receipt, TrainerState
-from layercheck.persistence.snapshot import SnapshotTaker
+from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.manifest import AttemptGrant, DriftReport, Receipt, TrainerState
+from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
+from layercheck.persistence.storage import Storage
 from layercheck.persistence.writer import ShardWriter
+from layercheck.step_report import StepReport
 from layercheck.tracking.drift import LOST_SLOTS, RankNotices
 from layercheck.tracking.ledger import REASON_WINDOW, Ledger
 from layercheck.tracking.run_log import RunLog
+from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +35,8 @@ class Attempt:
         told_lost: lost events that went through the all-reduce already.
         ended: when `after_step` last returned, monotonic seconds.
         step_s: seconds between that and the next call; `stall_s` the stall in the call before.
+        alerts: what the next `StepReport` tells a person; see `alert`, `take_alerts`.
+        costs: on rank 0, figures of the newest step; `stall_s` is the sum over this attempt's steps.
     """
 
     number: int
@@ -45,8 +55,36 @@ class Attempt:
     ended: float = field(default_factory=time.monotonic)
     step_s: float = 0.0
     stall_s: float = 0.0
+    alerts: list[str] = field(default_factory=list)
 
-    def warn_if_age_dominates(self, step: int) -> None:
+    def alert(self, text: str) -> None:
+        """Something that this rank's training thread has to tell: in the log now, and in the next report."""
+        log.error("%s", text)
+        self.alerts.append(text)
+
+    def take_alerts(self) -> tuple[str, ...]:
+        """All that is to be told since the last call: also the writer's, on rank 0 the coordinator's."""
+        told = self.link.take_alerts() if self.link is not None else []
+        for text in told:
+            log.error("%s", text)
+        own, self.alerts = self.alerts, []
+        return (*own, *self.writer.take_alerts(), *told)
+
+    costs: dict[str, float] = field(default_factory=dict)
+
+    def note(self, step: StepReport, report: DriftReport) -> None:
+        """Keeps what a step cost and how fresh the store is: the next heartbeat takes it to the metrics."""
+        thresholds, drift = self.ledger.thresholds(step.step, report.lr), self.ledger.drift
+        self.costs = {
+            "stall_s": self.costs.get("stall_s", 0.0) + step.stall_s,
+            "inflight_bytes": report.backlog,
+            "max_age": step.max_age,
+            "weighted_age": step.weighted_age,
+            "drift_ratio": max((drift[name] / k for name, k in thresholds.items() if k), default=0.0),
+        }
+        self._warn_if_age_dominates(step.step)
+
+    def _warn_if_age_dominates(self, step: int) -> None:
         """Says, at most every `REASON_WINDOW` steps, that the threshold decides nothing."""
         if step % REASON_WINDOW == 0 and self.ledger.age_dominates:
             log.warning(
@@ -76,3 +114,46 @@ class Attempt:
             step_s=self.step_s,
             stall_s=self.stall_s,
         )
+
+
+def start_attempt(
+    zero3: Zero3Engine,
+    storage: Storage,
+    run_folder: Storage,
+    coordinator: CoordinatorClient,
+    config: LayerCheckConfig,
+    grant: AttemptGrant,
+    receipt: Receipt | None,
+) -> Attempt:
+    """Starts the threads and books of an attempt that was granted and, if it has a plan, restored."""
+    pool = StagingPool(config.staging_bytes or _staging_bytes(zero3), pin=zero3.on_accelerator)
+    writer = ShardWriter(
+        storage,
+        coordinator,
+        zero3.rank,
+        zero3.world_size,
+        retries=config.write_retries,
+        timeout_s=config.storage_wait_s,
+    )
+    leads = zero3.rank == 0
+    metrics = (config.metrics_flush_s, zero3.layer_map, zero3.layer_nbytes)
+    return Attempt(
+        number=grant.attempt,
+        ledger=(
+            Ledger.fresh(zero3.layer_map, config, zero3.initial_lr)
+            if grant.plan is None
+            else Ledger.resumed(zero3.layer_map, config, grant.plan, zero3.initial_lr)
+        ),
+        taker=SnapshotTaker(zero3, pool, config.storage_wait_s),
+        writer=writer,
+        link=HeartbeatLink(coordinator, grant.attempt) if leads else None,
+        run_log=RunLog(run_folder, grant.attempt, *metrics) if leads else None,
+        receipt=receipt,
+    )
+
+
+def _staging_bytes(zero3: Zero3Engine) -> int:
+    """min(this rank's full state, this rank's share of a quarter of the host's free memory)."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", zero3.world_size))
+    share = psutil.virtual_memory().available // 4 // ranks_here
+    return min(zero3.nbytes, share)

@@ -81,26 +81,6 @@ class PersistDecision:
     """True when a layer reached s_max against committed versions: block until the storage catches up (I1)."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step cost and how fresh the store is.
-
-    Attributes:
-        stall_s: seconds for which training waited for a save.
-        tracking_s: seconds of `after_step` without the save.
-        still_layers: trainable layers whose measured movement has been zero for a whole rotation: an alarm.
-    """
-
-    step: int
-    stall_s: float = 0.0
-    tracking_s: float = 0.0
-    layers_written: int = 0
-    bytes_written: int = 0
-    max_age: int = 0
-    weighted_age: float = 0.0
-    still_layers: tuple[str, ...] = ()
-
-
 class EventId(Record):
     """One event: versions taken at one step by one attempt; `part` counts further events of the same step."""
 

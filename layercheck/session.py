@@ -6,18 +6,14 @@ knows both. All methods are collectives: every rank calls them at the same step.
 
 import logging
 import math
-import os
 import time
 import uuid
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-import psutil
-
-from layercheck.attempt import Attempt
+from layercheck.attempt import Attempt, start_attempt
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.in_process import RankZeroClient, in_process_client
-from layercheck.coordination.link import HeartbeatLink
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import AgeBoundError, FencedError, LayerCheckError, NonFiniteStateError, StorageError
 from layercheck.manifest import (
@@ -28,18 +24,16 @@ from layercheck.manifest import (
     PersistDecision,
     Receipt,
     ResumePoint,
-    StepReport,
     TrainerState,
 )
-from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
+from layercheck.persistence.shard_file import RngState
 from layercheck.persistence.storage import Storage, open_run_folder, open_storage
-from layercheck.persistence.writer import ShardWriter
+from layercheck.recovery import rng as random_state
 from layercheck.recovery.begin import Submission, begin
 from layercheck.recovery.restore import in_words, restore
+from layercheck.step_report import StepReport
 from layercheck.tracking.drift import DriftMeter
-from layercheck.tracking.ledger import Ledger
 from layercheck.tracking.policy import decide
-from layercheck.tracking.run_log import RunLog
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
@@ -47,6 +41,7 @@ POLL_S = 0.05
 ANSWER_S = 1.0
 CLOSE_S = 60.0
 LATER_STEPS = 20
+RngPolicy = Literal["keyed", "captured"]
 
 
 def attach(
@@ -59,6 +54,7 @@ def attach(
     submission: str | None = None,
     takeover: bool = False,
     run_info: dict[str, Any] | None = None,
+    rng: RngPolicy = "keyed",
     store: Storage | None = None,
 ) -> "Session":
     """Binds a session to a DeepSpeed ZeRO-3 engine whose optimizer was given `layer_groups`.
@@ -72,6 +68,8 @@ def attach(
         submission: the same for all restarts of one submission; another one has to take over.
         takeover: fence off another submission of this run even if it is alive.
         run_info: `config` and `tokenizer_files` to be kept in run.json.
+        rng: `captured` for a loop that draws from the global generators: each rank's states ride with the
+            events and come back by `resume`; `keyed` for one whose draws are functions of the step.
         store: the run's `layercheck` folder if it is not to be opened from `storage`.
 
     Raises:
@@ -84,7 +82,7 @@ def attach(
     store = store or open_storage(storage, run)
     client = coordinator or in_process_client(store, settings, zero3.rank, zero3.world_size)
     who = Submission(run, submission or uuid.uuid4().hex, takeover, run_info or {})
-    return Session(zero3, store, open_run_folder(storage, run), settings, client, who)
+    return Session(zero3, store, open_run_folder(storage, run), settings, client, who, rng)
 
 
 class Session:
@@ -98,6 +96,7 @@ class Session:
         config: LayerCheckConfig,
         coordinator: CoordinatorClient,
         submission: Submission,
+        rng: RngPolicy = "keyed",
     ) -> None:
         self._zero3 = zero3
         self._storage = storage
@@ -105,6 +104,8 @@ class Session:
         self._config = config
         self._coordinator = coordinator
         self._submission = submission
+        self._rng: RngPolicy = rng
+        self._recovered_rng: RngState | None = None
         self.meter = DriftMeter(zero3, config.drift)
         self._open: Attempt | None = None
 
@@ -124,7 +125,9 @@ class Session:
         except BaseException:
             self._close_own_coordinator()
             raise
-        self._open = opened = self._start(grant, receipt)
+        self._open = opened = start_attempt(
+            self._zero3, self._storage, self._run_folder, self._coordinator, self._config, grant, receipt
+        )
         plan = grant.plan
         if plan is None:
             self._step_zero()
@@ -136,7 +139,13 @@ class Session:
         if opened.link is not None and receipt is not None:
             opened.link.note_receipt(receipt)
             log.warning("%s", in_words(receipt))
+        self.restore_rng()
         return ResumePoint(plan.resume_step, plan.trainer_state, receipt)
+
+    def restore_rng(self) -> None:
+        """Puts the recovered generators back; `resume` does it. Again for a loop that draws before step 1."""
+        if self._recovered_rng is not None:
+            random_state.restore(self._recovered_rng)
 
     def _recover(self) -> tuple[AttemptGrant, Receipt | None]:
         started = time.monotonic()
@@ -144,41 +153,11 @@ class Session:
         if grant.plan is None:
             return grant, None
         plan_s = time.monotonic() - started
-        return restore(self._zero3, self._storage, self._coordinator, grant, plan_s)
-
-    def _start(self, grant: AttemptGrant, receipt: Receipt | None) -> Attempt:
-        zero3, config = self._zero3, self._config
-        pool = StagingPool(config.staging_bytes or _staging_bytes(zero3), pin=zero3.on_accelerator)
-        return Attempt(
-            number=grant.attempt,
-            ledger=(
-                Ledger.fresh(zero3.layer_map, config, zero3.initial_lr)
-                if grant.plan is None
-                else Ledger.resumed(zero3.layer_map, config, grant.plan, zero3.initial_lr)
-            ),
-            taker=SnapshotTaker(zero3, pool, config.storage_wait_s),
-            writer=ShardWriter(
-                self._storage,
-                self._coordinator,
-                zero3.rank,
-                zero3.world_size,
-                retries=config.write_retries,
-                timeout_s=config.storage_wait_s,
-            ),
-            link=HeartbeatLink(self._coordinator, grant.attempt) if zero3.rank == 0 else None,
-            run_log=(
-                RunLog(
-                    self._run_folder,
-                    grant.attempt,
-                    config.metrics_flush_s,
-                    zero3.layer_map,
-                    zero3.layer_nbytes,
-                )
-                if zero3.rank == 0
-                else None
-            ),
-            receipt=receipt,
-        )
+        grant, receipt = restore(self._zero3, self._storage, self._coordinator, grant, plan_s)
+        if self._rng == "captured" and grant.plan is not None:
+            said, self._recovered_rng = random_state.find(self._zero3, self._storage, grant.plan)
+            receipt = receipt.model_copy(update={"rng": said})
+        return grant, receipt
 
     def _step_zero(self) -> None:
         opened = self._need_open()
@@ -232,10 +211,11 @@ class Session:
             max_age=opened.ledger.max_age(step),
             weighted_age=opened.ledger.weighted_age(step),
             still_layers=opened.ledger.still.layers,
+            alerts=opened.take_alerts(),
         )
         if opened.run_log is not None:
             opened.run_log.step(result, state, report, decision, opened.ledger)
-            opened.warn_if_age_dominates(step)
+            opened.note(result, report)
         self._complete_receipt(opened, step, state)
         opened.stall_s, opened.ended = result.stall_s, time.monotonic()
         return result
@@ -285,15 +265,23 @@ class Session:
         state = {**state, "layercheck": opened.ledger.to_state()}
         event = EventId(step=decision.step, attempt=opened.number, part=part)
         try:
-            return opened.taker.take(event, decision, state, opened.writer.submit).layout.total
+            rng = random_state.capture() if self._rng == "captured" else None
+            snapshot = opened.taker.take(event, decision, state, opened.writer.submit, rng)
         except StorageError as error:
             # The writer reports this event as lost; its drift comes back by the notice (I9).
-            log.error("event %s is lost: %s", event.folder, error)
+            opened.alert(f"event {event.folder} is lost: {error}")
             return 0
+        if snapshot.stream.streaming:
+            opened.alert(
+                f"event {event.folder} of {snapshot.layout.total} bytes on rank {self._zero3.rank} is larger "
+                f"than the staging memory: training waited {snapshot.stream.copy_s:.2f} s; raise "
+                f"staging_bytes={self._config.staging_bytes}"
+            )
+        return snapshot.layout.total
 
     def _announce(self, opened: Attempt, state: TrainerState) -> None:
         if opened.link is not None:
-            state = {**state, "layercheck": opened.ledger.to_state()}
+            state = {**state, "layercheck": opened.ledger.to_state() | {"costs": opened.costs}}
             opened.link.post(state["step"], state, opened.ledger.drift)
 
     def _wait_for_commits(self, opened: Attempt, state: TrainerState, lr: float) -> None:
@@ -304,7 +292,7 @@ class Session:
             # Not empty only if the event of an earlier step was lost while we waited.
             self._save(opened, decision, state)
             if self._config.on_bound == "continue" and step > 0:
-                log.error("the age bound s_max=%d is broken at step %d", self._config.s_max, step)
+                opened.alert(f"the age bound s_max={self._config.s_max} is broken at step {step}")
                 return
             if not opened.ledger.versions.in_flight or self._poll(opened, step, deadline).errors:
                 raise AgeBoundError(
@@ -406,10 +394,3 @@ class Session:
         if self._open is None:
             raise LayerCheckError("the session is not open: call session.resume() once before training")
         return self._open
-
-
-def _staging_bytes(zero3: Zero3Engine) -> int:
-    """min(this rank's full state, this rank's share of a quarter of the host's free memory)."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", zero3.world_size))
-    share = psutil.virtual_memory().available // 4 // ranks_here
-    return min(zero3.nbytes, share)

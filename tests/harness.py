@@ -3,10 +3,14 @@
 import multiprocessing
 import os
 import pickle
+import tempfile
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from cluster.locks import clear_stale_locks, prepare_extensions
 
 PRELOAD = ["torch", "deepspeed", "transformers.models.qwen2.modeling_qwen2", "pyarrow.parquet", "tests.micro"]
 GROUP_S = 180
@@ -23,12 +27,15 @@ def run_ranks(world_size: int, tmp: Path, function: Callable[..., Any], *args: A
 
     A rank that ends without a result (it was killed) gives None.
     """
+    extensions = _extensions()
     rendezvous = tmp / f"rendezvous-{os.urandom(6).hex()}"
     pipes, processes = [], []
     for rank in range(world_size):
         reader, writer = _context.Pipe(duplex=False)
         process = _context.Process(
-            target=_enter, args=(rank, world_size, str(rendezvous), writer, function, args), daemon=True
+            target=_enter,
+            args=(rank, world_size, str(rendezvous), writer, extensions, function, args),
+            daemon=True,
         )
         process.start()
         writer.close()
@@ -57,7 +64,25 @@ def _receive(pipe: Any) -> tuple[str, Any]:
     return kind, payload
 
 
-def _enter(rank: int, world_size: int, rendezvous: str, pipe: Any, function: Any, args: Any) -> None:
+@cache
+def _extensions() -> dict[str, str]:
+    """Where the ranks find DeepSpeed's op. A test that was killed must leave no lock for the next one."""
+    found = prepare_extensions(tempfile.gettempdir())
+    os.environ |= found
+    return found
+
+
+def _enter(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    pipe: Any,
+    extensions: dict[str, str],
+    function: Any,
+    args: Any,
+) -> None:
+    clear_stale_locks(extensions["TORCH_EXTENSIONS_DIR"])
+    os.environ |= extensions
     import deepspeed
     import torch
 

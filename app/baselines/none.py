@@ -1,6 +1,7 @@
 """No protection: the same loop with an object that saves nothing."""
 
-from layercheck.manifest import ResumePoint, StepReport, TrainerState
+from layercheck.manifest import ResumePoint, TrainerState
+from layercheck.step_report import StepReport
 
 
 class NoSession:

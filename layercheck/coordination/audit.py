@@ -1,13 +1,15 @@
-"""Reads every live shard of a store and says which are not what their commit names."""
+"""Reads every live shard of a store and says which are not what their commit names, as a recovery would."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from xxhash import xxh3_128
 
 from layercheck.coordination.facts import StoreFacts
-from layercheck.errors import StorageError
-from layercheck.manifest import Commit, ShardRecord
-from layercheck.persistence.shard_file import read_header
+from layercheck.errors import DamagedShardError, StorageError
+from layercheck.layers import LayerSpec
+from layercheck.manifest import Commit, EventId, ShardRecord
+from layercheck.persistence.shard_file import ShardHeader, read_header
 from layercheck.persistence.storage import Storage
 
 _CHUNK_BYTES = 8 * 1024 * 1024
@@ -33,42 +35,93 @@ class Audit:
 
 
 def audit(storage: Storage, facts: StoreFacts) -> Audit:
-    """Checks all live versions, also those that a plan of today would not use."""
-    bad = [Fault(e.commit_file, "", e.step, "the commit cannot be trusted") for e in facts.damaged]
-    rows: list[ShardRecord] = []
+    """Checks all live versions, also those that a plan of today would not use.
+
+    Headers, checksums, and that the ranks' slices of a layer cover each of its parameters. An event that a
+    living run collected while it was read is left out.
+    """
+    bad = [_damaged_commit(facts, event) for event in facts.damaged]
+    checked = nbytes = 0
     for commit in facts.live_commits(facts.lineage):
-        rows += commit.records
-        bad += _check_headers(storage, commit)
-    for row in rows:
-        if error := _check_data(storage, row):
-            bad.append(Fault(row.file, row.layer, row.step, error))
-    return Audit(len(rows), sum(row.nbytes for row in rows), tuple(bad))
+        found = list(_check_commit(storage, facts, commit))
+        if found and storage.size(commit.event.commit_file) is None:
+            continue
+        bad += found
+        checked += len(commit.records)
+        nbytes += sum(row.nbytes for row in commit.records)
+    return Audit(checked, nbytes, tuple(bad))
 
 
-def _check_headers(storage: Storage, commit: Commit) -> list[Fault]:
-    """The header says where each slice belongs; no checksum of the commit covers it."""
-    faults = []
-    for file, rank in sorted({(row.file, row.rank) for row in commit.records}):
-        try:
-            about = read_header(storage, file).about
-            if (about.step, about.attempt, about.rank) != (commit.event.step, commit.event.attempt, rank):
-                error = f"it is of step {about.step}, attempt {about.attempt}, rank {about.rank}"
-            else:
-                continue
-        except StorageError as damage:
-            error = damage.message
-        faults += [Fault(file, row.layer, row.step, error) for row in commit.records if row.file == file]
-    return faults
+def _damaged_commit(facts: StoreFacts, event: EventId) -> Fault:
+    said = [note for note in facts.notes if note.startswith(event.commit_file)]
+    return Fault(event.commit_file, "", event.step, said[0] if said else "the commit counts as absent")
 
 
-def _check_data(storage: Storage, row: ShardRecord) -> str | None:
-    hasher = xxh3_128()
-    buffer = memoryview(bytearray(min(_CHUNK_BYTES, row.nbytes)))
+def _check_commit(storage: Storage, facts: StoreFacts, commit: Commit) -> Iterator[Fault]:
+    headers: dict[str, ShardHeader] = {}
+    for layer, rows in commit.by_layer.items():
+        whole = True
+        for row in rows:
+            try:
+                _twice(storage, row, headers)
+            except StorageError as error:
+                whole = False
+                yield Fault(row.file, layer, row.step, error.message)
+        spec = facts.run.layer_map.by_name.get(layer)
+        if whole and spec is not None and (gap := _gap(spec, rows, headers)):
+            yield Fault(rows[0].file, layer, rows[0].step, gap)
+
+
+def _twice(storage: Storage, row: ShardRecord, headers: dict[str, ShardHeader]) -> None:
+    """A failed read is tried once more, as recovery does before it gives a version up."""
     try:
-        for begin in range(row.begin, row.end, _CHUNK_BYTES):
-            part = buffer[: min(_CHUNK_BYTES, row.end - begin)]
-            storage.read_into(row.file, begin, part)
-            hasher.update(part)
-    except StorageError as error:
-        return error.message
-    return None if hasher.hexdigest() == row.xxh3_128 else "checksum does not match"
+        _check_shard(storage, row, headers)
+    except StorageError:
+        headers.pop(row.file, None)
+        _check_shard(storage, row, headers)
+
+
+def _check_shard(storage: Storage, row: ShardRecord, headers: dict[str, ShardHeader]) -> None:
+    header = headers.get(row.file)
+    if header is None:
+        header = headers[row.file] = read_header(storage, row.file)
+    about = header.about
+    found = (about.step, about.attempt, about.part, about.rank, about.world_size)
+    wanted = (row.step, row.attempt, row.part, row.rank, row.world_size)
+    if found != wanted:
+        raise DamagedShardError(f"{row.file}: (step, attempt, part, rank, world) is {found}, not {wanted}")
+    tensors = header.of_layer(row.layer)
+    if tensors and (tensors[0].begin, tensors[-1].end) != (row.begin, row.end):
+        raise DamagedShardError(
+            f"{row.file}: layer {row.layer} lies at {tensors[0].begin}..{tensors[-1].end}, "
+            f"not {row.begin}..{row.end}"
+        )
+    digest = _digest(storage, row)
+    if digest != row.xxh3_128:
+        raise DamagedShardError(f"{row.file}: checksum of layer {row.layer} is {digest}, not {row.xxh3_128}")
+
+
+def _digest(storage: Storage, row: ShardRecord) -> str:
+    """In chunks: a layer may be larger than the memory of the machine that looks at it."""
+    state, buffer = xxh3_128(), memoryview(bytearray(min(_CHUNK_BYTES, row.nbytes)))
+    for begin in range(row.begin, row.end, _CHUNK_BYTES):
+        part = buffer[: min(_CHUNK_BYTES, row.end - begin)]
+        storage.read_into(row.file, begin, part)
+        state.update(part)
+    return state.hexdigest()
+
+
+def _gap(spec: LayerSpec, rows: tuple[ShardRecord, ...], headers: dict[str, ShardHeader]) -> str | None:
+    """What the slices of all ranks leave out of a layer, or None if they tile every parameter."""
+    for param in spec.params:
+        reached = 0
+        slices = [
+            headers[row.file].slices[param.name] for row in rows if param.name in headers[row.file].slices
+        ]
+        for part in sorted(slices, key=lambda part: (part.offset, part.numel)):
+            if part.numel and part.offset != reached:
+                return f"parameter {param.name}: a slice begins at {part.offset}, not at {reached}"
+            reached += part.numel
+        if reached != param.numel:
+            return f"the shards hold {reached} of {param.numel} elements of parameter {param.name}"
+    return None

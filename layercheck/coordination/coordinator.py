@@ -7,6 +7,7 @@ half-recorded events: a coordinator built anew from the same store makes the sam
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from threading import RLock
@@ -40,6 +41,7 @@ from layercheck.persistence.storage import Storage
 
 _MODES = ("composite", "uniform", "strict")
 _MAX_CLAIMS = 20
+_ALERTS_KEPT = 20
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 
@@ -71,6 +73,7 @@ class Coordinator:
         self._clock, self._sleep, self._say = clock, sleep, say
         self._lock = RLock()
         self._alerts: list[str] = []
+        self._recent_alerts: deque[str] = deque(maxlen=_ALERTS_KEPT)
         self._facts: StoreFacts | None = None
         self._record: AttemptRecord | None = None
         self._book = EventBook(0, 0)
@@ -226,6 +229,7 @@ class Coordinator:
                 "num_commits": len(self._book.committed),
                 "num_lost": len(self._book.lost),
                 "open_events": len(self._book.open),
+                "alerts": list(self._recent_alerts),
                 "committed_bytes": sum(row.nbytes for c in facts.commits for row in c.records),
             }
 
@@ -380,3 +384,4 @@ class Coordinator:
     def _alert(self, text: str) -> None:
         if text not in self._alerts:
             self._alerts.append(text)
+            self._recent_alerts.append(text)

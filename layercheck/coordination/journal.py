@@ -14,7 +14,7 @@ import pyarrow as pa
 from pydantic import BaseModel
 from xxhash import xxh3_128_hexdigest
 
-from layercheck.coordination import commit_file
+from layercheck.coordination import commit_file, object_claims
 from layercheck.coordination.commit_file import DamagedCommitError, canonical
 from layercheck.coordination.facts import StoreFacts
 from layercheck.errors import StorageError, StoreMismatchError
@@ -42,9 +42,10 @@ class DamagedRecordError(ValueError):
     """A JSON record is not what was written."""
 
 
-def attempt_file(attempt: int) -> str:
-    """The claim of an attempt."""
-    return f"attempts/a{attempt:03d}.json"
+def attempt_file(storage: Storage, attempt: int) -> str:
+    """The claim of an attempt; on an object store its name carries the token of who won it."""
+    plain = f"attempts/a{attempt:03d}.json"
+    return plain if storage.exclusive else object_claims.path(storage, attempt) or plain
 
 
 def progress_file(attempt: int) -> str:
@@ -125,17 +126,21 @@ def read_run(storage: Storage) -> RunRecord | None:
 
 
 def claim_attempt(storage: Storage, record: AttemptRecord) -> bool:
-    """Creates the attempt's record, whole, in one act; False if its number is taken."""
-    return storage.create(attempt_file(record.attempt), dump(record))
+    """Creates the attempt's record, whole, in one act; False if its number is taken or cannot be had."""
+    if storage.exclusive:
+        return storage.create(attempt_file(storage, record.attempt), dump(record))
+    return object_claims.claim(storage, record.attempt, record.token, dump(record))
 
 
 def read_attempt(storage: Storage, attempt: int) -> AttemptRecord | None:
     """One attempt's claim, None if it is absent or damaged."""
-    return _load_or_note(storage, attempt_file(attempt), AttemptRecord, [])
+    return _load_or_note(storage, attempt_file(storage, attempt), AttemptRecord, [])
 
 
 def attempt_numbers(storage: Storage) -> list[int]:
     """All numbers ever claimed, ascending, readable or not."""
+    if not storage.exclusive:
+        return sorted(object_claims.numbers(storage))
     found = [_ATTEMPT_NAME.fullmatch(name) for name in storage.list("attempts")]
     return sorted(int(match[1]) for match in found if match)
 
@@ -285,7 +290,7 @@ def _read_attempts(
     """
     attempts = {}
     for number in numbers:
-        record = _load_or_note(storage, attempt_file(number), AttemptRecord, notes)
+        record = _load_or_note(storage, attempt_file(storage, number), AttemptRecord, notes)
         if record is None:
             record = _from_commits(number, commits)
             notes.append(

@@ -28,7 +28,7 @@ class HeartbeatLink:
         self._closing = False
         self._changed = threading.Condition()
         self.reply = HeartbeatReply()
-        self.alert: str | None = None
+        self._alerts: list[str] = []
         self._thread = threading.Thread(target=self._run, name="layercheck-heartbeat", daemon=True)
         self._thread.start()
 
@@ -56,6 +56,12 @@ class HeartbeatLink:
         self.poke()
         with self._changed:
             self._changed.wait_for(lambda: self.reply is not before, timeout_s)
+
+    def take_alerts(self) -> list[str]:
+        """What the coordinator told, once each, and what kept it from being reached."""
+        with self._changed:
+            alerts, self._alerts = self._alerts, []
+        return alerts
 
     def close(self, timeout_s: float) -> None:
         """Sends the last heartbeat and ends the thread."""
@@ -97,10 +103,11 @@ class HeartbeatLink:
             self._answer(HeartbeatReply(fenced=True))
         except CoordinatorLostError as error:
             # Training goes on: the journal is then behind by the time the coordinator is away (I12).
-            self.alert = str(error)
-            log.error("no heartbeat reached the coordinator: %s", error)
+            with self._changed:
+                self._alerts.append(f"no heartbeat reached the coordinator: {error}")
 
     def _answer(self, reply: HeartbeatReply) -> None:
         with self._changed:
-            self.reply, self.alert = reply, None
+            self.reply = reply
+            self._alerts += reply.alerts
             self._changed.notify_all()

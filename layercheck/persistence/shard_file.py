@@ -53,6 +53,21 @@ class SliceMeta(BaseModel):
     state: dict[str, StateScalar] = {}
 
 
+class RngState(BaseModel):
+    """The random number generators of one rank; words and states as base64 of zlib (`recovery/rng.py`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    torch: str
+    cuda: str | None = None
+    python: str
+    python_version: int
+    python_gauss: float | None = None
+    numpy: str
+    numpy_position: int
+    numpy_gauss: float | None = None
+
+
 class ShardAbout(BaseModel):
     """What the file as a whole is."""
 
@@ -64,6 +79,12 @@ class ShardAbout(BaseModel):
     part: int = Field(0, ge=0)
     rank: int = Field(ge=0)
     world_size: int = Field(ge=1)
+    rng: RngState | None = None
+    """After the step of this file, in runs that ask for it; a file without it has no such key."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the header says of the file, without its digest."""
+        return self.model_dump(exclude_none=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +186,7 @@ def _layer_ranges(tensors: Sequence[ShardTensor], position: int) -> dict[str, tu
 
 
 def _header(entries: dict[str, Any], metadata: dict[str, str], about: ShardAbout) -> bytes:
-    file_facts = about.model_dump() | {"digest": _digest(entries, metadata, about)}
+    file_facts = about.facts() | {"digest": _digest(entries, metadata, about)}
     texts = {"layercheck": json.dumps(file_facts)} | metadata
     text = json.dumps({"__metadata__": texts} | entries, separators=(",", ":")).encode("ascii")
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
@@ -177,7 +198,7 @@ def _digest(entries: dict[str, Any], metadata: dict[str, str], about: ShardAbout
     value = [
         entries,
         {key: text for key, text in metadata.items() if key != "layercheck"},
-        about.model_dump(),
+        about.facts(),
     ]
     return xxh3_128_hexdigest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii"))
 

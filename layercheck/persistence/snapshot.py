@@ -22,6 +22,7 @@ from torch import Tensor
 from layercheck.errors import StorageError
 from layercheck.manifest import EventId, LayerWrite, PersistDecision, TrainerState
 from layercheck.persistence.shard_file import (
+    RngState,
     ShardAbout,
     ShardLayout,
     ShardTensor,
@@ -47,11 +48,12 @@ class StagingPool:
     """A fixed number of host buffers. `take` waits for one; `give` returns one. Thread-safe.
 
     Args:
-        capacity_bytes: rounded up to whole blocks.
+        capacity_bytes: rounded up to whole blocks, at least two: one is filled while one is written.
         pin: page-lock the memory, for copies from an accelerator.
     """
 
-    def __init__(self, capacity_bytes: int, pin: bool = False, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(self, capacity_bytes: int, pin: bool = False) -> None:
+        block_bytes = min(BLOCK_BYTES, -(-capacity_bytes // 2))
         count = max(2, -(-capacity_bytes // block_bytes))
         memory = torch.empty(count, block_bytes, dtype=torch.uint8, pin_memory=pin)
         self.block_bytes = block_bytes
@@ -107,6 +109,11 @@ class BlockStream:
             if self._state == "filling":
                 self._state = "complete" if complete else "broken"
             self._changed.notify_all()
+
+    @property
+    def is_broken(self) -> bool:
+        """True if its bytes will never be complete: reading it again cannot help."""
+        return self._state == "broken"
 
     def chunks(self, timeout_s: float) -> Iterator[memoryview]:
         """The bytes, block by block. May be read again from the start unless `streaming`."""
@@ -165,15 +172,19 @@ class SnapshotTaker:
         decision: PersistDecision,
         trainer_state: TrainerState,
         submit: Callable[[Snapshot], None],
+        rng: RngState | None = None,
     ) -> Snapshot:
         """Copies the chosen layers; at return the live state may change.
+
+        `rng` rides in the file's header.
 
         Raises:
             StorageError: no staging memory became free in time; the event is then lost, training may go on.
         """
         parts = [part for write in decision.writes for part in self._zero3.slices[write.layer]]
-        shard, sources = self._layout(event, parts)
-        stream = BlockStream(self._pool, streaming=shard.total > self._pool.capacity_bytes)
+        shard, sources = self._layout(event, parts, rng)
+        data_bytes = shard.total - len(shard.header)
+        stream = BlockStream(self._pool, streaming=data_bytes > self._pool.capacity_bytes)
         snapshot = Snapshot(event, decision.writes, trainer_state, shard, stream)
         submit(snapshot)
         complete = False
@@ -184,7 +195,9 @@ class SnapshotTaker:
             stream.finish(complete)
         return snapshot
 
-    def _layout(self, event: EventId, parts: list[ParamSlice]) -> tuple[ShardLayout, list[Tensor]]:
+    def _layout(
+        self, event: EventId, parts: list[ParamSlice], rng: RngState | None
+    ) -> tuple[ShardLayout, list[Tensor]]:
         tensors: list[ShardTensor] = []
         slices: list[SliceMeta] = []
         sources: list[Tensor] = []
@@ -211,6 +224,7 @@ class SnapshotTaker:
             part=event.part,
             rank=self._zero3.rank,
             world_size=self._zero3.world_size,
+            rng=rng,
         )
         return layout(tensors, slices, about), sources
 

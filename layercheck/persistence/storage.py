@@ -32,6 +32,8 @@ class Storage(Protocol):
     """
 
     root: str
+    exclusive: bool
+    """True if of many that `create` one name in the same moment exactly one is told that it did."""
 
     def write(self, path: str, chunks: Iterable[Buffer]) -> None:
         """Writes one whole object; durable at return, absent after an exception."""
@@ -92,8 +94,10 @@ def open_run_folder(uri: str, run: str) -> Storage:
 
 def open_store(store: str) -> Storage:
     """The storage of a STORE argument: a run folder or the `layercheck` folder inside it, path or URI."""
-    trimmed = store.rstrip("/") or "/"
-    return _open(trimmed, [] if trimmed.rsplit("/", 1)[-1] == "layercheck" else ["layercheck"])
+    path, mark, query = store.partition("?") if "://" in store else (store, "", "")
+    trimmed = path.rstrip("/") or "/"
+    below = [] if trimmed.rsplit("/", 1)[-1] == "layercheck" else ["layercheck"]
+    return _open(trimmed + mark + query, below)
 
 
 def _open(uri: str, below: list[str]) -> Storage:
@@ -121,6 +125,8 @@ class LocalStorage:
     parent, which another rank may have made and not yet fsynced. A crash before (4) leaves a temp name that
     no reader sees; a crash between (4) and (5) leaves either no name or the whole object.
     """
+
+    exclusive = True
 
     def __init__(self, root: str) -> None:
         self.root = root

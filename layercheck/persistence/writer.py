@@ -1,7 +1,8 @@
 """Writes snapshots in the background, one after the other, and tells the coordinator. No collectives here.
 
 A failed write is tried again with growing pauses; an event that still fails is reported as lost, its drift
-comes back by the coordinator's notice, an alert is raised, and training goes on (I9).
+comes back by the coordinator's notice, an alert is raised, and training goes on (I9). Nothing that happens in
+this thread is raised in the training thread: one rank that left its loop alone would hang all the others.
 """
 
 import logging
@@ -73,7 +74,7 @@ class ShardWriter:
         self._jobs: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._lock = threading.Condition()
         self._backlog_bytes = 0
-        self._failure: BaseException | None = None
+        self._alerts: list[str] = []
         self.failed_saves = 0
         self.bytes_written = 0
         self._thread = threading.Thread(target=self._run, name="layercheck-writer", daemon=True)
@@ -85,19 +86,21 @@ class ShardWriter:
         return self._backlog_bytes
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Queues one snapshot. A bug of the writer thread itself is raised here, at the next call."""
-        if self._failure is not None:
-            raise StorageError("the writer thread has died") from self._failure
+        """Queues one snapshot; never waits."""
         with self._lock:
             self._backlog_bytes += snapshot.layout.total
         self._jobs.put(snapshot)
 
+    def take_alerts(self) -> list[str]:
+        """What went wrong since the last call, in words."""
+        with self._lock:
+            alerts, self._alerts = self._alerts, []
+        return alerts
+
     def drain(self, timeout_s: float) -> bool:
         """Waits until everything submitted is durable or given up; False if the limit came first."""
         with self._lock:
-            return self._lock.wait_for(
-                lambda: self._backlog_bytes == 0 or self._failure is not None, timeout_s
-            )
+            return self._lock.wait_for(lambda: self._backlog_bytes == 0, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Drains, then ends the thread; False if the limit came first."""
@@ -113,9 +116,9 @@ class ShardWriter:
             try:
                 self._save(snapshot)
             except BaseException as error:
-                self._failure = error
-                log.exception("the writer thread died; no layer will be saved any more")
-                raise
+                # A bug here costs this event. If the thread ended with it, every later one would be lost too.
+                log.exception("the writer failed in a way that it does not know")
+                self._give_up(snapshot, error)
             finally:
                 snapshot.stream.release()
                 with self._lock:
@@ -124,16 +127,19 @@ class ShardWriter:
 
     def _save(self, snapshot: Snapshot) -> None:
         error = self._write_with_retries(snapshot)
+        if error is not None:
+            self._give_up(snapshot, error)
+
+    def _give_up(self, snapshot: Snapshot, error: BaseException) -> None:
+        self.failed_saves += 1
+        alert = (
+            f"event {snapshot.event.folder} of rank {self._rank} could not be written and is lost "
+            f"(training goes on): {error or type(error).__name__}"
+        )
+        log.error("%s", alert)
+        with self._lock:
+            self._alerts.append(alert)
         try:
-            if error is None:
-                return
-            self.failed_saves += 1
-            log.error(
-                "event %s of rank %d could not be written and is lost (training goes on): %s",
-                snapshot.event.folder,
-                self._rank,
-                error,
-            )
             self._coordinator.lost(snapshot.event, self._rank, str(error))
         except FencedError:
             log.warning("event %s belongs to an attempt that was fenced off", snapshot.event.folder)
@@ -152,7 +158,7 @@ class ShardWriter:
                 log.warning("event %s belongs to an attempt that was fenced off", snapshot.event.folder)
                 return None
             except (StorageError, CoordinatorLostError) as error:
-                if attempt + 1 == tries:
+                if attempt + 1 == tries or snapshot.stream.is_broken:
                     return error
                 log.warning("event %s: try %d failed: %s", snapshot.event.folder, attempt + 1, error)
             time.sleep(pause_s)

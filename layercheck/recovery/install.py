@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from layercheck.errors import LayerCheckError
-from layercheck.recovery.fetch import FetchedLayer, FetchedSlice
+from layercheck.recovery.fetch import Array, FetchedLayer, FetchedSlice
 from layercheck.zero3 import Zero3Engine
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
@@ -37,6 +37,9 @@ def install(zero3: Zero3Engine, layers: dict[str, FetchedLayer]) -> None:
 
 
 def _tensors(fetched: FetchedSlice) -> dict[str, Tensor]:
-    return {
-        key: torch.from_numpy(raw).view(_DTYPES[fetched.dtypes[key]]) for key, raw in fetched.tensors.items()
-    }
+    return {key: _tensor(raw, _DTYPES[fetched.dtypes[key]]) for key, raw in fetched.tensors.items()}
+
+
+def _tensor(raw: Array, dtype: torch.dtype) -> Tensor:
+    # torch refuses to see an empty array as wider elements; a rank may own nothing of a small parameter.
+    return torch.from_numpy(raw).view(dtype) if raw.size else torch.empty(0, dtype=dtype)

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from layercheck.layers import LayerMap
-from layercheck.manifest import DriftReport, LayerWrite, PersistDecision, StepReport, TrainerState
+from layercheck.manifest import DriftReport, LayerWrite, PersistDecision, TrainerState
 from layercheck.persistence.storage import Storage
+from layercheck.step_report import StepReport
 from layercheck.tracking.ledger import Ledger
 from layercheck.tracking.metrics_log import DRIFT, METRICS, PartWriter
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from simulations.saving.arms import Samples
+from app.measure.arms import Samples
 
 Array = npt.NDArray[np.float64]
 _RESAMPLES = 4000
@@ -66,10 +66,10 @@ def mean_step_s(ranks: Sequence[Samples]) -> float:
     return float(np.mean([rank.train_s for rank in ranks]))
 
 
-def drift_error_p99(estimated: Sequence[float], exact: Sequence[float]) -> float:
-    """99th percentile of |D_est / D_exact - 1|."""
-    found = np.asarray(estimated) / np.asarray(exact)
-    return float(np.quantile(np.abs(found - 1), 0.99))
+def drift_error_p99(pairs: Sequence[tuple[float, float]]) -> float:
+    """99th percentile of |D_est / D_exact - 1| over (D_est, D_exact)."""
+    estimated, exact = _matrix(pairs).T
+    return float(np.quantile(np.abs(estimated / exact - 1), 0.99))
 
 
 def _matrix(rows: Sequence[Sequence[float]]) -> Array:

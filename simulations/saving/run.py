@@ -7,13 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from app.measure.arms import ARMS, measure_arms
+from app.measure.drift_error import DriftPairs, measure_drift
+from app.measure.grouping import grouping_ms
+from app.measure.ranks import run_on_ranks
+from app.measure.raw_write import write_rate_ratio
+from app.measure.regime import CHECKPOINT, FULL, QUICK, WORLD_SIZE, Regime
 from simulations.saving import figures
-from simulations.saving.arms import ARMS, measure_arms
-from simulations.saving.drift_error import Accuracy, measure_drift
-from simulations.saving.grouping import grouping_ms
-from simulations.saving.ranks import run_on_ranks
-from simulations.saving.raw_write import write_rate_ratio
-from simulations.saving.regime import CHECKPOINT, FULL, QUICK, WORLD_SIZE, Regime
 from simulations.saving.written import Written, written_in
 
 LIMIT_S = 2400.0
@@ -29,16 +29,16 @@ def measure_saving(out: Path, quick: bool) -> dict[str, Any]:
         written = {
             name: written_in(f"{folder}/{name}/run", regime.last_step) for name in ARMS if name != "stock"
         }
-        accuracy = run_on_ranks(WORLD_SIZE, LIMIT_S, measure_drift, folder, regime)[0]
+        drift = run_on_ranks(WORLD_SIZE, LIMIT_S, measure_drift, folder, regime)[0]
         grouping = run_on_ranks(WORLD_SIZE, LIMIT_S, grouping_ms, folder, BLOCK_COUNTS)[0]
         rate = write_rate_ratio(Path(folder), written["saving"].median_shard_bytes, regime.num_write_pairs)
-    result = _figures(arms, written, accuracy, regime) | {"grouping_ms": grouping, "write_rate_ratio": rate}
+    result = _figures(arms, written, drift, regime) | {"grouping_ms": grouping, "write_rate_ratio": rate}
     (out / "saving.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
 
 
 def _figures(
-    arms: list[dict[str, Any]], written: dict[str, Written], accuracy: Accuracy, regime: Regime
+    arms: list[dict[str, Any]], written: dict[str, Written], drift: DriftPairs, regime: Regime
 ) -> dict[str, Any]:
     ranks = {name: [rank[name] for rank in arms] for name in ARMS}
     ab = figures.ab_ratio(ranks["saving"], ranks["stock"])
@@ -51,8 +51,8 @@ def _figures(
         "throttled_overhead_ratio": figures.overhead_ratio(ranks["throttled"]),
         "throttled_max_age": max(rank.max_age for rank in ranks["throttled"]),
         "bytes_ratio": saving.full_bytes * regime.num_steps / saving.nbytes,
-        "drift_error_p99": accuracy.p99,
-        "drift_error_p99_embeddings": accuracy.p99_embeddings,
+        "drift_error_p99": figures.drift_error_p99(drift.all_layers),
+        "drift_error_p99_embeddings": figures.drift_error_p99(drift.embeddings),
         "min_writes_per_layer": min(saving.writes_by_layer.values()),
         "writes_by_reason": saving.writes_by_reason,
         "conditions": {

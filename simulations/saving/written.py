@@ -4,10 +4,10 @@ from collections import Counter
 from dataclasses import dataclass
 from statistics import median
 
+from app.measure.regime import CHECKPOINT
 from layercheck.coordination import journal
 from layercheck.manifest import ShardRecord
 from layercheck.persistence.storage import open_store
-from simulations.saving.regime import CHECKPOINT
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class _Recorder:
 
     def after_step(self, step: int, state: dict[str, Any]) -> Any:
         from layercheck.errors import FencedError
-        from layercheck.manifest import StepReport
+        from layercheck.step_report import StepReport
 
         if step == self.fence_at:
             raise FencedError("a newer attempt has taken over")
@@ -104,6 +104,7 @@ class _Recorder:
 
 
 def _recorded(storage: str, *arguments: int) -> dict[str, Any]:
+    from app import step as step_module
     from app import train_loop
     from app.data import Dataset
     from app.order import seed_everything
@@ -122,7 +123,7 @@ def _recorded(storage: str, *arguments: int) -> dict[str, Any]:
         seeds.append(key)
         seed_everything(*key)
 
-    train_loop._session, Dataset.batch, train_loop.seed_everything = session, batch, seed  # type: ignore[assignment]
+    train_loop._session, Dataset.batch, step_module.seed_everything = session, batch, seed  # type: ignore[assignment]
     result = _train(storage)
     return {
         "result": result,
@@ -274,7 +275,7 @@ def _protected(storage: str, steps: int, submission: str, kill_at: int) -> tuple
     from app.config import parse
 
     losses: list[float] = []
-    reduced = train_loop._reduced
+    reduced = train_loop.mean_over_ranks
 
     def spy(*arguments: Any) -> Any:
         loss, due = reduced(*arguments)
@@ -286,7 +287,7 @@ def _protected(storage: str, steps: int, submission: str, kill_at: int) -> tuple
             if step == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    train_loop._reduced = spy
+    train_loop.mean_over_ranks = spy
     train = SETTINGS["train"] | {"steps": steps, "schedule": "constant"}
     model = SETTINGS["model"] | {"dropout": 0.1}
     settings = SETTINGS | PROTECTED | {"run": {"storage": storage}, "train": train, "model": model}

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
@@ -17,7 +16,7 @@ from cluster.client import ActorClient, connect
 from cluster.coordinator import NAMESPACE, coordinator_name, start_coordinator
 from layercheck.config import LayerCheckConfig
 from layercheck.errors import CoordinatorLostError, FencedError, RunIsLiveError, StorageError
-from layercheck.manifest import EventId, HeartbeatReply
+from layercheck.manifest import EventId
 from tests.integration.ledger import LedgerCoordinator
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -137,21 +136,6 @@ def test_a_living_actor_works_by_the_settings_of_the_submission_that_got_the_att
 def test_a_failure_that_the_driver_saw_reaches_the_coordinator(client, tmp_path):
     client.note_failure()
     assert (tmp_path / "run" / "failure").exists()
-
-
-def test_the_gauges_say_what_was_heard():
-    gauges = coordinator_module.Gauges("run")
-    row = SimpleNamespace(nbytes=70)
-    gauges.saw("record", (EventId(step=1, attempt=1), 0, (row, row), {}), None)
-    gauges.saw("heartbeat", (1, 4, {}, {}), HeartbeatReply(committed_step=3, lost_steps=(2,)))
-    gauges.saw("heartbeat", (1, 5, {}, {}), HeartbeatReply(committed_step=3, lost_steps=(2,)))
-    assert gauges.values == {
-        "shard_bytes": 140,
-        "step": 5,
-        "commits": 1,
-        "committed_step": 3,
-        "lost_events": 1,
-    }
 
 
 def test_the_actor_ends_by_itself_when_no_heartbeat_comes(tmp_path):

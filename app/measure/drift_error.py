@@ -6,6 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from app.data import open_dataset
+from app.measure.regime import CHECKPOINT, Regime, config
 from app.model import build_engine, build_model, init_distributed, set_lr
 from app.order import Order
 from app.schedule import lr_at
@@ -13,22 +14,20 @@ from app.step import Job, one_step
 from layercheck.config import DriftConfig
 from layercheck.tracking.drift import DriftMeter, RankNotices
 from layercheck.zero3 import Zero3Engine
-from simulations.saving.figures import drift_error_p99
-from simulations.saving.regime import CHECKPOINT, Regime, config
 
 _FIRST_STEP = 20
 _EVERY = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Accuracy:
-    """99th percentiles of |D_est / D_exact - 1| over all layers, and over the embeddings."""
+class DriftPairs:
+    """(D_est, D_exact) at the moments that count: of all layers, and of the embeddings among them."""
 
-    p99: float
-    p99_embeddings: float
+    all_layers: list[tuple[float, float]]
+    embeddings: list[tuple[float, float]]
 
 
-def measure_drift(rank: int, storage: str, regime: Regime) -> Accuracy:
+def measure_drift(rank: int, storage: str, regime: Regime) -> DriftPairs:
     """Trains with an exact and a sampled meter on one engine.
 
     D is compared every 10th step from 20 on, and whenever it would have made its layer due (it then starts
@@ -52,7 +51,7 @@ def measure_drift(rank: int, storage: str, regime: Regime) -> Accuracy:
     embeddings = {layer.name for layer in zero3.layer_map.trainable if layer.kind == "embedding"}
     pairs = [pair for name in zero3.layer_map.by_name for pair in _compared(reports, name)]
     of_embeddings = [pair for name in embeddings for pair in _compared(reports, name)]
-    return Accuracy(_p99(pairs), _p99(of_embeddings))
+    return DriftPairs(pairs, of_embeddings)
 
 
 def _compared(reports: list[tuple[dict[str, float], ...]], layer: str) -> list[tuple[float, float]]:
@@ -68,7 +67,3 @@ def _compared(reports: list[tuple[dict[str, float], ...]], layer: str) -> list[t
         if is_due:
             estimated = exact_sum = 0.0
     return pairs
-
-
-def _p99(pairs: list[tuple[float, float]]) -> float:
-    return drift_error_p99([pair[0] for pair in pairs], [pair[1] for pair in pairs])

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from app.config import Config
 from app.data import open_dataset
+from app.measure.regime import CHECKPOINT, Regime, config
 from app.model import build_engine, build_model, init_distributed, set_lr
 from app.order import Order
 from app.schedule import lr_at
 from app.step import Job, mean_over_ranks, one_step
 from layercheck.persistence.storage import Buffer, LocalStorage, Storage, open_storage
 from layercheck.session import Session, attach
-from simulations.saving.regime import CHECKPOINT, Regime, config
 
 THROTTLE_BYTES_PER_S = 100e6
 ARMS = ("stock", "saving", "throttled")

@@ -1,0 +1,119 @@
+"""The one observer that maps what a coordinator hears and says to Ray metrics. See docs/metrics.md.
+
+It costs no storage access and no call. What only the ranks know (stall, bytes in flight, drift over
+threshold, ages) rides in the heartbeat's trainer state, `["layercheck"]["costs"]`.
+"""
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from ray.util.metrics import Counter, Gauge
+
+from layercheck.manifest import EventId, HeartbeatReply
+
+GAUGES = {
+    "attempt": "Number of the attempt that trains",
+    "step": "Last complete step",
+    "committed_step": "Step of the newest commit of this attempt, -1 for none",
+    "max_age": "Steps since the newest committed version of the oldest layer",
+    "weighted_age": "Mean of these steps over the layers, weighted by size",
+    "drift_ratio": "Largest D/K after the decision of a step; above 1 a due layer was put off",
+    "inflight_bytes": "Bytes that the slowest rank still has to write",
+}
+COUNTERS = {
+    "events": "Events that were committed",
+    "failed_saves": "Events that were declared lost",
+    "shard_bytes": "Bytes of all shards that ranks reported durable",
+    "stall_seconds": "Seconds that training waited for saves",
+}
+PREFIX = "layercheck_"
+
+
+class Metrics:
+    """Gauges and counters of one run. `values` holds what was set or counted, for tests and people.
+
+    A counter is what this coordinator counted; a restarted one counts from zero, as Prometheus expects.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._gauges = {key: Gauge(PREFIX + key, text, tag_keys=("run",)) for key, text in GAUGES.items()}
+        self._counters = {
+            key: Counter(PREFIX + key, text, tag_keys=("run",)) for key, text in COUNTERS.items()
+        }
+        for metric in (*self._gauges.values(), *self._counters.values()):
+            metric.set_default_tags({"run": run})
+        self.values: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._attempt = 0
+        self._stall_s = 0.0
+        self._lost: set[int] = set()
+        self._committed: tuple[int, int] = (-1, 0)
+        self._open: dict[EventId, set[int]] = {}
+
+    def saw(self, name: str, args: Sequence[Any], answer: Any) -> None:
+        """Takes one call and its answer; calls of several threads come in any order."""
+        with self._lock:
+            if name == "record":
+                self._record(*args)
+            elif name == "heartbeat":
+                self._heartbeat(args[0], args[1], args[2], answer)
+
+    def _record(self, event: EventId, rank: int, rows: Sequence[Any], _state: Any) -> None:
+        known = event.attempt == self._attempt and _order(event) <= self._committed
+        if event.attempt < self._attempt or known or rank in self._open.get(event, ()):
+            return  # of a zombie, or told again: a client retries a call whose answer was lost
+        self._open.setdefault(event, set()).add(rank)
+        self._count("shard_bytes", sum(row.nbytes for row in rows))
+
+    def _heartbeat(self, attempt: int, step: int, state: dict[str, Any], reply: HeartbeatReply) -> None:
+        if reply.fenced or attempt < self._attempt:
+            return  # a zombie's figures would mix two lives
+        if attempt > self._attempt:
+            self._begin(attempt)
+        if step < self.values.get("step", 0):
+            return
+        self._set("step", step)
+        new = set(reply.lost_steps) - self._lost
+        self._lost |= new
+        self._count("failed_saves", len(new))
+        self._committed = max(self._committed, (reply.committed_step, reply.committed_part))
+        self._set("committed_step", self._committed[0])
+        self._close_events()
+        self._costs((state.get("layercheck") or {}).get("costs") or {})
+
+    def _close_events(self) -> None:
+        """Events commit in step order, so all up to the newest one are committed or lost."""
+        over = [event for event in self._open if _order(event) <= self._committed]
+        self._count("events", sum(event.step not in self._lost for event in over))
+        for event in over:
+            del self._open[event]
+
+    def _begin(self, attempt: int) -> None:
+        """What is counted by attempt starts again; gauges keep their last value until told another."""
+        self._attempt, self._stall_s, self._lost, self._committed = attempt, 0.0, set(), (-1, 0)
+        self._open = {event: ranks for event, ranks in self._open.items() if event.attempt == attempt}
+        self.values.pop("step", None)  # after a roll-back it is a smaller one
+        self._set("attempt", attempt)
+
+    def _costs(self, costs: dict[str, float]) -> None:
+        for key in ("max_age", "weighted_age", "drift_ratio", "inflight_bytes"):
+            if key in costs and math.isfinite(costs[key]):
+                self._set(key, costs[key])
+        stall_s = costs.get("stall_s", 0.0)
+        self._count("stall_seconds", stall_s - self._stall_s)
+        self._stall_s = max(self._stall_s, stall_s)
+
+    def _set(self, key: str, value: float) -> None:
+        self.values[key] = value
+        self._gauges[key].set(value)
+
+    def _count(self, key: str, more: float) -> None:
+        if more > 0:
+            self.values[key] = self.values.get(key, 0) + more
+            self._counters[key].inc(more)
+
+
+def _order(event: EventId) -> tuple[int, int]:
+    return event.step, event.part

@@ -1,0 +1,69 @@
+"""`layercheck status`: what the run would recover from now."""
+
+from typing import Any
+
+from layercheck.commands.answer import DAMAGE, GOOD, Answer, number, size, table
+from layercheck.commands.store import Store
+from layercheck.coordination.facts import StoreFacts
+from layercheck.coordination.plan import is_fresh
+from layercheck.coordination.status import summarize
+
+
+def status(store: Store) -> Answer:
+    """The newest versions and their ages, from storage alone; live figures come from the progress file."""
+    facts = store.facts()
+    value = summarize(facts)
+    fresh = is_fresh(facts)
+    good = (value["recoverable"] or fresh) and not facts.damaged
+    text = "\n".join([_headline(facts, value, fresh), "", _layers(value)])
+    return Answer(value, text, GOOD if good else DAMAGE, facts.notes)
+
+
+def has_completed(store: Store) -> bool:
+    """True if the newest attempt said that it came to its end: nothing will change any more."""
+    facts = store.facts()
+    beat = facts.progress.get(facts.newest.attempt) if facts.newest else None
+    return beat is not None and beat.ended == "completed"
+
+
+def ending(facts: StoreFacts) -> str:
+    """How the newest attempt is known to have ended."""
+    beat = facts.progress.get(facts.newest.attempt) if facts.newest else None
+    if beat is None or beat.ended is None:
+        return "not ended"
+    return f"{beat.ended}: {beat.reason}" if beat.reason else beat.ended
+
+
+def _headline(facts: StoreFacts, value: dict[str, Any], fresh: bool) -> str:
+    lines = [
+        f"run {value['run']}: attempt {value['attempt']}, step {value['step']}, {value['world_size']} ranks, "
+        f"{ending(facts)}"
+    ]
+    if value["recoverable"]:
+        lines.append(
+            f"recoverable: {size(value['read_bytes'])} to read, oldest layer {value['max_age']} steps, "
+            f"size-weighted age {number(value['weighted_age'])} steps"
+        )
+    elif fresh:
+        lines.append("nothing was trained yet: the next attempt starts at step 1")
+    else:
+        lines.append("NOT recoverable: see `layercheck plan` for the layers")
+    return "\n".join(lines)
+
+
+def _layers(value: dict[str, Any]) -> str:
+    header = ("layer", "step", "attempt", "age", "size", "drift", "threshold", "reason")
+    rows = [
+        (
+            row["name"],
+            str(row["step"]),
+            str(row["attempt"]),
+            str(row["age"]),
+            size(row["nbytes"]),
+            number(row["drift"]),
+            number(row["threshold"]),
+            row["reason"],
+        )
+        for row in value["layers"]
+    ]
+    return table(header, rows)

@@ -1,0 +1,1 @@
+"""One page about one run, from storage alone."""

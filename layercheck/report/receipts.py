@@ -1,0 +1,56 @@
+"""One recovery on the page: what was loaded, how old it was, and where the seconds went."""
+
+from html import escape
+from typing import Any
+
+from layercheck.commands.answer import number, size
+from layercheck.report.pieces import html_table
+
+_PHASES = ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s")
+
+
+def receipt_section(receipt: dict[str, Any]) -> str:
+    """A receipt as storage keeps it; keys that an older version did not write are left out."""
+    phases = [(key.removesuffix("_s").replace("_", " "), receipt.get(key)) for key in _PHASES]
+    known = ", ".join(f"{name} {number(seconds)} s" for name, seconds in phases if seconds is not None)
+    later = receipt.get("loss_20_steps_later")
+    facts = [
+        f"t_fail {receipt.get('t_fail')} (from {receipt.get('t_fail_source')}), resumed at step "
+        f"{receipt.get('resume_step')} on {receipt.get('world_size')} ranks",
+        f"oldest layer {receipt.get('max_age')} steps, size-weighted age "
+        f"{number(receipt.get('weighted_age'))}, lost steps {number(receipt.get('lost_steps'))}",
+        f"{size(receipt.get('nbytes') or 0)} read; {known or 'no times known'}",
+        f"loss 20 steps later: {'not reached' if later is None else number(later, 5)}; random numbers: "
+        f"{receipt.get('rng')}",
+    ]
+    items = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
+    title = f"Recovery of attempt {receipt.get('attempt')}: {receipt.get('mode')}"
+    return (
+        f'<section class="receipt"><h3>{escape(title)}</h3><ul>{items}</ul>{_bad(receipt)}'
+        f"<details><summary>What was loaded of each layer</summary>{_layers(receipt)}</details></section>"
+    )
+
+
+def _bad(receipt: dict[str, Any]) -> str:
+    items = "".join(
+        f'<li><span class="bad">bad shard</span> {escape(bad["file"])}, layer {escape(bad["layer"])}: '
+        f"{escape(bad['error'])}</li>"
+        for bad in receipt.get("bad") or ()
+    )
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _layers(receipt: dict[str, Any]) -> str:
+    header = ("layer", "version of step", "attempt", "age", "lost", "size", "reason", "")
+    rows = [
+        [
+            str(layer["name"]),
+            *(str(layer[key]) for key in ("step", "attempt", "age", "lost")),
+            size(layer["nbytes"]),
+            str(layer["reason"]),
+            "an older version: the newest was damaged" if layer["fallback"] else "",
+        ]
+        for layer in receipt.get("layers") or ()
+    ]
+    title = f"Versions that attempt {receipt.get('attempt')} loaded"
+    return html_table(title, header, rows, text=(6, 7))

@@ -1,0 +1,25 @@
+"""[pure] What `after_step` tells the training loop."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step cost and how fresh the store is.
+
+    Attributes:
+        stall_s: seconds for which training waited for a save.
+        tracking_s: seconds of `after_step` without the save.
+        still_layers: trainable layers whose measured movement has been zero for a whole rotation: an alarm.
+        alerts: what a person should know since the last step; the coordinator's come on rank 0.
+    """
+
+    step: int
+    stall_s: float = 0.0
+    tracking_s: float = 0.0
+    layers_written: int = 0
+    bytes_written: int = 0
+    max_age: int = 0
+    weighted_age: float = 0.0
+    still_layers: tuple[str, ...] = ()
+    alerts: tuple[str, ...] = ()
