@@ -33,6 +33,8 @@ from layercheck.persistence.shard_file import (
 from layercheck.zero3 import ParamSlice, Zero3Engine
 
 BLOCK_BYTES = 4 << 20
+_SMALLEST_BLOCK = 4096
+_FEWEST_BLOCKS = 64
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
@@ -48,12 +50,13 @@ class StagingPool:
     """A fixed number of host buffers. `take` waits for one; `give` returns one. Thread-safe.
 
     Args:
-        capacity_bytes: rounded up to whole blocks, at least two: one is filled while one is written.
+        capacity_bytes: rounded up to whole blocks, at least two. Events share it block by block, so a
+            small pool has small blocks.
         pin: page-lock the memory, for copies from an accelerator.
     """
 
     def __init__(self, capacity_bytes: int, pin: bool = False) -> None:
-        block_bytes = min(BLOCK_BYTES, -(-capacity_bytes // 2))
+        block_bytes = max(_SMALLEST_BLOCK, min(BLOCK_BYTES, -(-capacity_bytes // _FEWEST_BLOCKS)))
         count = max(2, -(-capacity_bytes // block_bytes))
         memory = torch.empty(count, block_bytes, dtype=torch.uint8, pin_memory=pin)
         self.block_bytes = block_bytes

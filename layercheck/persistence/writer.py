@@ -9,12 +9,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import xxhash
 
 from layercheck.coordination.protocol import CoordinatorClient
-from layercheck.errors import CoordinatorLostError, FencedError, StorageError
+from layercheck.errors import CoordinatorLostError, FencedError, LayerCheckError, StorageError
 from layercheck.manifest import ShardRecord
 from layercheck.persistence.shard_file import ShardLayout
 from layercheck.persistence.snapshot import Snapshot
@@ -126,7 +126,13 @@ class ShardWriter:
                     self._lock.notify_all()
 
     def _save(self, snapshot: Snapshot) -> None:
-        error = self._write_with_retries(snapshot)
+        records: list[ShardRecord] = []
+        tries = 1 if snapshot.stream.streaming else self._retries + 1
+        error = self._try(snapshot, tries, lambda: records.extend(self._write(snapshot)))
+        if error is None:
+            # Durable: the memory is free for the next event, however long the coordinator takes to answer.
+            snapshot.stream.release()
+            error = self._try(snapshot, self._retries + 1, lambda: self._report(snapshot, tuple(records)))
         if error is not None:
             self._give_up(snapshot, error)
 
@@ -143,16 +149,16 @@ class ShardWriter:
             self._coordinator.lost(snapshot.event, self._rank, str(error))
         except FencedError:
             log.warning("event %s belongs to an attempt that was fenced off", snapshot.event.folder)
-        except CoordinatorLostError as lost:
+        except LayerCheckError as lost:
             # The coordinator declares the event lost by itself after event_timeout_s.
             log.error("event %s could not be reported: %s", snapshot.event.folder, lost)
 
-    def _write_with_retries(self, snapshot: Snapshot) -> Exception | None:
-        tries = 1 if snapshot.stream.streaming else self._retries + 1
+    def _try(self, snapshot: Snapshot, tries: int, act: Callable[[], None]) -> Exception | None:
+        """Does it, with growing pauses between the tries; returns the last error."""
         pause_s = _FIRST_PAUSE_S
         for attempt in range(tries):
             try:
-                self._write(snapshot)
+                act()
                 return None
             except FencedError:
                 log.warning("event %s belongs to an attempt that was fenced off", snapshot.event.folder)
@@ -165,13 +171,14 @@ class ShardWriter:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise AssertionError("unreachable")
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot) -> list[ShardRecord]:
         started = time.monotonic()
         content = HashedBytes(snapshot.layout, snapshot.stream.chunks(self._timeout_s))
         file = snapshot.event.shard_file(self._rank)
         self._storage.write(file, content)
         finished = time.monotonic()
-        records = tuple(
+        self.bytes_written += snapshot.layout.total
+        return [
             ShardRecord(
                 layer=write.layer,
                 step=snapshot.event.step,
@@ -191,6 +198,7 @@ class ShardWriter:
                 write_s=finished - started,
             )
             for write in snapshot.writes
-        )
-        self.bytes_written += snapshot.layout.total
+        ]
+
+    def _report(self, snapshot: Snapshot, records: tuple[ShardRecord, ...]) -> None:
         self._coordinator.record(snapshot.event, self._rank, records, snapshot.trainer_state)
