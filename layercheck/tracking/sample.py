@@ -6,7 +6,7 @@ A block is one cache line: for the same memory traffic, many short blocks say mo
 all for embeddings, whose updates sit in the rows of the tokens that were seen; those are sampled more densely
 too. Largest error of the accumulated path from step 20 on, Zipf tokens: 0.1 % for AdamW at 26 M parameters on
 two ranks (of a single step 1.1 %). For matrices of 44 k to 0.5 M elements, where a sample is small: AdamW
-0.7 %, plain SGD 4.5 % (embedding 3.3 %); blocks of 256, one in 64, gave 2.7 and 15 % there.
+0.7 %, plain SGD 4.5 % (embedding 3.3 %); blocks of 256, one in 64, gave 2.6 and 15 % there.
 """
 
 from dataclasses import dataclass, field
