@@ -1,6 +1,7 @@
 """The shape of the code: directions, pure files, sizes, and the tools that guard style and types."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -251,3 +252,11 @@ def test_the_code_is_formatted():
 
 def test_the_types_hold():
     check("mypy")
+
+
+def test_the_tree_in_the_readme_names_every_file() -> None:
+    tree = (ROOT / "README.md").read_text().split("## The tree")[1]
+    packages = ("layercheck", "cluster", "app", "simulations")
+    files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    missing = [str(path.relative_to(ROOT)) for path in files if not re.search(rf"\b{path.name}\b", tree)]
+    assert [name for name in missing if not name.endswith("__init__.py")] == []

@@ -143,3 +143,98 @@ def _three_meters() -> list[dict[str, float]]:
 def test_meters_on_one_engine_do_not_disturb_each_other_and_leave_nothing_behind(tmp_path: Path) -> None:
     found = run_ranks(2, tmp_path, _three_meters)[0]
     assert found[:4] == found[4:]
+
+
+# ------------------------------------------------------------------ the alarm
+
+
+def _one_layer_never_moves(storage: str) -> tuple[list[tuple[str, ...]], list[str]]:
+    import logging
+
+    import torch
+
+    from tests.integration.ranks import open_session
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("layercheck.session").addHandler(handler)
+    engine = micro.build(optimizer=lambda groups: torch.optim.SGD(groups, lr=1e-3))
+    session = open_session(engine, storage)
+    session.resume()
+    for param in engine.module.model.norm.parameters():
+        param.register_hook(torch.zeros_like)
+    still = []
+    for step in range(1, 37):
+        loss = micro.train_step(engine, step)
+        still.append(session.after_step(step, {"loss": loss}).still_layers)
+    session.close()
+    return still, [line for line in said if "not moving" in line]
+
+
+def test_a_trainable_layer_without_any_movement_raises_one_alarm_after_a_rotation(tmp_path: Path) -> None:
+    still, said = run_ranks(2, tmp_path, _one_layer_never_moves, str(tmp_path / "store"))[0]
+    assert still == [()] * 30 + [("norm",)] * 6
+    assert len(said) == 1
+    assert "('norm',)" in said[0]
+
+
+# ------------------------------------------------------------------ one group in an optimizer call
+
+
+def _failing_call() -> tuple[int, int, str]:
+    """Groups that a foreign hook sees during a call, and that are there after a call that raised."""
+    from layercheck.zero3 import Zero3Engine
+
+    engine = micro.build()
+    zero3 = Zero3Engine(engine)
+    leave = zero3.on_update(lambda group, lr: None, lambda group: None)
+    optimizer, seen = zero3.optimizer, []
+
+    def look(stepped: Any, args: Any, kwargs: Any) -> None:
+        seen.append(len(stepped.param_groups))
+        if len(seen) == 3:
+            raise RuntimeError("a foreign hook")
+
+    handle = optimizer.register_step_pre_hook(look)
+    try:
+        micro.train_step(engine, 1)
+    except RuntimeError as error:
+        message = str(error)
+    handle.remove()
+    leave()
+    return max(seen), len(optimizer.param_groups), message
+
+
+def test_the_group_list_is_whole_again_after_an_optimizer_call_that_raised(tmp_path: Path) -> None:
+    seen, after, message = run_ranks(1, tmp_path, _failing_call)[0]
+    assert seen == 1
+    assert after > 5
+    assert message == "a foreign hook"
+
+
+def _with_scheduler(attach_first: bool) -> list[float]:
+    import torch
+
+    from layercheck.zero3 import Zero3Engine
+
+    engine = micro.build()
+    zero3 = Zero3Engine(engine)
+    leaves = []
+    if attach_first:
+        leaves.append(zero3.on_update(lambda group, lr: None, lambda group: None))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(zero3.optimizer, lambda step: 1.0)
+    leaves.append(zero3.on_update(lambda group, lr: None, lambda group: None))
+    losses = []
+    for step in range(1, 4):
+        losses.append(micro.train_step(engine, step))
+        scheduler.step()
+    for leave in leaves:
+        leave()
+    return [*losses, micro.train_step(engine, 4)]
+
+
+def test_schedulers_of_torch_that_wrap_the_step_too_do_not_matter(tmp_path: Path) -> None:
+    first = run_ranks(1, tmp_path, _with_scheduler, True)[0]
+    assert first == run_ranks(1, tmp_path, _with_scheduler, False)[0]
+    assert len(set(first)) == 4

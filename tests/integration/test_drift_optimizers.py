@@ -106,10 +106,11 @@ def _save_and_recover(storage: str, make: Callable[[Any], Any], build: dict[str,
         (_plain_sgd, {"fp32"}, {}),
         (_sgd_with_momentum, {"fp32", "momentum_buffer"}, {}),
         (_own, {"fp32", "slow"}, {}),
-        (
+        pytest.param(
             _cpu_adam,
             {"fp32", "exp_avg", "exp_avg_sq"},
             {"zero": {"offload_optimizer": {"device": "cpu"}}},
+            marks=pytest.mark.slow,  # builds an extension
         ),
     ],
     ids=["fused adamw", "sgd", "sgd with momentum", "own", "offloaded cpu adam"],

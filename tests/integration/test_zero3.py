@@ -93,6 +93,89 @@ def test_groups_that_mix_layers_are_refused_naming_two_of_them(tmp_path: Path) -
         run_ranks(2, tmp_path, _stock_groups)
 
 
+def _refusal(build: dict[str, Any]) -> str:
+    from layercheck.errors import EngineRefusedError
+    from layercheck.zero3 import Zero3Engine
+
+    engine = micro.build(**build)
+    try:
+        Zero3Engine(engine)
+    except EngineRefusedError as error:
+        return str(error)
+    return "taken"
+
+
+def _pretend(build: dict[str, Any], name: str, value: Any) -> str:
+    """The engine that needs other hardware is a usual one that says it is of that kind."""
+    from layercheck.errors import EngineRefusedError
+    from layercheck.zero3 import Zero3Engine
+
+    engine = micro.build(**build)
+    owner, _, attribute = name.rpartition(".")
+    setattr(engine.optimizer if owner == "zero" else engine, attribute, value)
+    try:
+        Zero3Engine(engine)
+    except EngineRefusedError as error:
+        return str(error)
+    return "taken"
+
+
+def _all_refusals() -> list[tuple[str, str]]:
+    """(expected words, message) of every kind of engine that can be built or played on a CPU."""
+    return [
+        ("stage = 3", _refusal({"zero": {"stage": 2}})),
+        ("hpZ", _refusal({"zero": {"zero_hpz_partition_size": 2}})),
+        ("NVMe offload", _pretend({}, "zero.swap_optimizer", True)),
+        ("ZenFlow", _pretend({}, "zero.zenflow", True)),
+        ("SuperOffload", _pretend({}, "super_offload", lambda: True)),
+        ("tensor or pipeline parallelism", _pretend({}, "mp_world_size", 2)),
+        ("no torch.optim.Optimizer", _pretend({}, "zero.optimizer", object())),
+        ("taken", _refusal({})),
+    ]
+
+
+def test_engines_whose_updates_the_hooks_would_miss_are_refused_by_name(tmp_path: Path) -> None:
+    for expected, message in run_ranks(2, tmp_path, _all_refusals)[0]:
+        assert expected in message
+
+
+def _twin_flow() -> str:
+    from tests.integration.test_drift_optimizers import _cpu_adam
+
+    return _refusal({"zero": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "optimizer": _cpu_adam})
+
+
+@pytest.mark.slow
+def test_twin_flow_is_refused_by_name(tmp_path: Path) -> None:
+    assert "Twin-Flow" in run_ranks(2, tmp_path, _twin_flow)[0]
+
+
+def _fp16_overflow() -> list[tuple[int, dict[str, float]]]:
+    """(skipped steps so far, drift) of steps that begin at a loss scale far too large."""
+    from layercheck.config import DriftConfig
+    from layercheck.tracking.drift import DriftMeter, RankNotices
+    from layercheck.zero3 import Zero3Engine
+
+    engine = micro.build(precision="fp16", more={"fp16": {"enabled": True, "initial_scale_power": 17}})
+    zero3 = Zero3Engine(engine)
+    meter = DriftMeter(zero3, DriftConfig())
+    found = []
+    for step in range(1, 9):
+        micro.train_step(engine, step)
+        found.append((zero3.skipped, meter.reduce(step, RankNotices()).delta))
+    return found
+
+
+def test_an_fp16_step_that_overflowed_adds_no_drift_and_the_next_ones_do(tmp_path: Path) -> None:
+    found = run_ranks(2, tmp_path, _fp16_overflow)[0]
+    skipped_before = 0
+    for skipped, delta in found:
+        moved = any(value > 0 for value in delta.values())
+        assert moved == (skipped == skipped_before)
+        skipped_before = skipped
+    assert 0 < skipped_before < len(found)
+
+
 def _skipped_step() -> dict[str, float]:
     from layercheck.config import DriftConfig
     from layercheck.tracking.drift import DriftMeter, RankNotices
