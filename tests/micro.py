@@ -26,13 +26,11 @@ def build(
     freeze: tuple[str, ...] = (),
     train: tuple[str, ...] = ("",),
     zero: dict[str, Any] | None = None,
-    more: dict[str, Any] | None = None,
-    precision: str = "bf16",
 ) -> Any:
     """A DeepSpeed engine of a 3-block model.
 
-    `freeze` are name parts of parameters that do not train, `train` of those that may; `zero` and `more` are
-    further DeepSpeed settings, for its `zero_optimization` section and beside it.
+    `freeze` are name parts of parameters that do not train, `train` of those that may; `zero` are further
+    settings of DeepSpeed's `zero_optimization`.
     """
     world = torch.distributed.get_world_size()
     settings = {
@@ -44,10 +42,9 @@ def build(
             "stage3_param_persistence_threshold": persistence,
             **(zero or {}),
         },
-        precision: {"enabled": True},
+        "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
-        **(more or {}),
     }
     torch.manual_seed(seed)
     config = Qwen2Config(

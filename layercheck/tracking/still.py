@@ -6,7 +6,7 @@ Such a layer would be written by the age limit alone, and nobody would know that
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-ROTATION = 31
+ROTATION = 61
 """Steps in which a sampled measurement has looked at every element of a layer."""
 
 

@@ -165,7 +165,7 @@ def _one_layer_never_moves(storage: str) -> tuple[list[tuple[str, ...]], list[st
     for param in engine.module.model.norm.parameters():
         param.register_hook(torch.zeros_like)
     still = []
-    for step in range(1, 37):
+    for step in range(1, 67):
         loss = micro.train_step(engine, step)
         still.append(session.after_step(step, {"loss": loss}).still_layers)
     session.close()
@@ -174,7 +174,7 @@ def _one_layer_never_moves(storage: str) -> tuple[list[tuple[str, ...]], list[st
 
 def test_a_trainable_layer_without_any_movement_raises_one_alarm_after_a_rotation(tmp_path: Path) -> None:
     still, said = run_ranks(2, tmp_path, _one_layer_never_moves, str(tmp_path / "store"))[0]
-    assert still == [()] * 30 + [("norm",)] * 6
+    assert still == [()] * 60 + [("norm",)] * 6
     assert len(said) == 1
     assert "('norm',)" in said[0]
 
