@@ -211,8 +211,9 @@ def test_i9_the_drift_of_a_lost_event_is_given_back_on_every_rank(tmp_path: Path
     for layer in chosen[lost]:
         drift, flights = seen[back]
         # Due as it is, it may have been chosen again in the same step.
-        before, after = chosen[lost][layer], flights.get(back, drift).get(layer, drift[layer])
-        assert after > before > 0, f"{layer}: {before} before step {lost}, {after} after its loss at {back}"
+        taken, meanwhile = chosen[lost][layer], seen[back - 1][0][layer]
+        after = flights.get(back, drift).get(layer, drift[layer])
+        assert after > taken + meanwhile > 0, f"{layer}: {taken} taken at {lost}, {after} at {back}"
 
 
 def _train_on_a_storage_that_never_commits(storage: str, on_bound: str) -> dict[str, Any]:
