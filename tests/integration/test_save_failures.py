@@ -211,8 +211,9 @@ def test_i9_the_drift_of_a_lost_event_is_given_back_on_every_rank(tmp_path: Path
     for layer in chosen[lost]:
         drift, flights = seen[back]
         # Due as it is, it may have been chosen again in the same step.
-        before, after = chosen[lost][layer], flights.get(back, drift).get(layer, drift[layer])
-        assert after > before > 0, f"{layer}: {before} before step {lost}, {after} after its loss at {back}"
+        taken, meanwhile = chosen[lost][layer], seen[back - 1][0][layer]
+        after = flights.get(back, drift).get(layer, drift[layer])
+        assert after > taken + meanwhile > 0, f"{layer}: {taken} taken at {lost}, {after} at {back}"
 
 
 def _train_on_a_storage_that_never_commits(storage: str, on_bound: str) -> dict[str, Any]:
@@ -320,7 +321,7 @@ def test_i4_an_event_larger_than_the_staging_memory_streams_through_and_is_booke
     assert slow[0]["losses"] == fast[0]["losses"]
     for step in (4, 8):
         blocks = slow[0]["reports"][step].bytes_written // 4096
-        assert slow[0]["reports"][step].stall_s > 0.02 * (blocks - 3), "the wait for the writer is not booked"
+        assert slow[0]["reports"][step].stall_s > 0.01 * blocks, "the wait for the writer is not booked"
         assert any("raise staging_bytes" in alert for alert in slow[0]["reports"][step].alerts)
         assert fast[0]["reports"][step].alerts == ()
 
