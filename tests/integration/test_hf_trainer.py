@@ -137,7 +137,7 @@ def test_the_next_twenty_batches_after_a_kill_are_those_of_the_undisturbed_run(
         assert result["epoch"] == reference[rank]["epoch"]
 
 
-@pytest.mark.parametrize("kill_at", [10, 13])
+@pytest.mark.parametrize("kill_at", [pytest.param(10, marks=pytest.mark.slow), 13])
 def test_i10_after_a_fresh_save_losses_and_dropout_are_those_of_the_undisturbed_run(
     tmp_path: Path, reference: list[dict[str, Any]], kill_at: int
 ) -> None:
