@@ -17,6 +17,7 @@ from layercheck.zero3 import Zero3Engine
 
 _FIRST_STEP = 20
 _EVERY = 10
+_FEWEST_STEPS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ def measure_drift(rank: int, storage: str, regime: Regime) -> DriftPairs:
     D is compared every 10th step from 20 on, and whenever it would have made its layer due (it then starts
     again at 0).
     """
-    num_steps = regime.num_steps // 2
+    num_steps = max(_FEWEST_STEPS, regime.num_steps // 2)
     settings = config(storage, "layer", num_steps)
     init_distributed(settings)
     dataset = open_dataset(settings, rank)

@@ -5,6 +5,7 @@ import os
 import queue
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,8 @@ def _collect(answers: Any, world_size: int, limit_s: float) -> list[Any]:
 
 def _enter(rank: int, world_size: int, meet: str, answers: Any, function: Any, args: Any) -> None:
     torch.set_num_threads(1)
+    # DeepSpeed calls what torch has renamed, some hundred times a step.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     try:
