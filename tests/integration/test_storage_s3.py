@@ -91,6 +91,7 @@ def _assert_nothing_tells_the_secret(store: Storage) -> None:
         assert SECRET.encode() not in store.read(path), path
 
 
+@pytest.mark.slow
 def test_a_composite_is_recovered_from_s3_at_another_number_of_ranks(uri: str, tmp_path: Path) -> None:
     die = partial(_train_with_keys, kill_at=KILL_AT)
     assert run_ranks(2, tmp_path, die, uri, STEPS) == [None, None]
