@@ -51,8 +51,9 @@ def _figures(
         "throttled_overhead_ratio": figures.overhead_ratio(ranks["throttled"]),
         "throttled_max_age": max(rank.max_age for rank in ranks["throttled"]),
         "bytes_ratio": saving.full_bytes * regime.num_steps / saving.nbytes,
-        "drift_error_p99": figures.drift_error_p99(drift.all_layers),
+        "drift_error_p99": figures.drift_error_p99(drift.path),
         "drift_error_p99_embeddings": figures.drift_error_p99(drift.embeddings),
+        "drift_error_p99_displacement": figures.drift_error_p99(drift.displacement),
         "min_writes_per_layer": min(saving.writes_by_layer.values()),
         "writes_by_reason": saving.writes_by_reason,
         "conditions": {

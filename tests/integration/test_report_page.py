@@ -64,17 +64,13 @@ def test_the_report_of_a_real_run_has_the_numbers_of_its_store(trained: Path) ->
 
 
 def test_the_heartbeat_carries_what_only_the_ranks_know(trained: Path) -> None:
-    rows = [row for row in pq.read_table(trained / "metrics").to_pylist() if row["step"] < STEPS]
-    second = [row for row in rows if row["step"] > open_both(str(trained)).facts().attempts[2].r_b]
+    # Of the second attempt's own parts: the first may have flushed rows of steps after r_b before it died.
+    parts = sorted((trained / "metrics").glob("attempt-002-*.parquet"))
+    rows = [row for part in parts for row in pq.read_table(part).to_pylist() if row["step"] < STEPS]
     costs = open_both(str(trained)).facts().progress[2].trainer_state["layercheck"]["costs"]
     assert costs.keys() == {"stall_s", "inflight_bytes", "max_age", "weighted_age", "drift_ratio"}
-    # The journaled heartbeat is the newest one that arrived, not always that of the last step.
-    sums = [
-        sum(row["stall_s"] for row in second[:count]) for count in range(len(second) - 3, len(second) + 1)
-    ]
-    matching = [i for i, value in enumerate(sums) if costs["stall_s"] == pytest.approx(value)]
-    assert len(matching) == 1
-    assert costs["max_age"] == second[len(second) - 4 + matching[0]]["max_age"]
+    assert costs["stall_s"] == pytest.approx(sum(row["stall_s"] for row in rows))
+    assert costs["max_age"] == rows[-1]["max_age"]
     assert costs["drift_ratio"] > 0
 
 
