@@ -9,6 +9,7 @@ from layercheck.persistence.storage import Storage
 
 _POLL_S = 1.0
 _SAY_EVERY_S = 5.0
+_SHORTEST_S = 0.01
 
 
 def refuse_if_live(
@@ -37,7 +38,8 @@ def refuse_if_live(
             say(
                 f"run {run_name}: is attempt {newest.attempt} alive? watched {waited:.0f} of {takeover_s:g} s"
             )
-        sleep(min(_POLL_S, takeover_s - waited))
+        # A rest that rounding leaves would never pass on a clock that moves by what was slept.
+        sleep(min(_POLL_S, max(_SHORTEST_S, takeover_s - waited)))
         now = _look(storage, newest)
         if now == first:
             continue

@@ -45,6 +45,21 @@ def test_a_run_that_does_not_move_is_taken_over_with_a_progress_line(storage: Fa
     assert group.grant.attempt == 1
 
 
+def test_a_rest_too_short_for_the_clock_does_not_make_the_watch_endless(storage: FaultyStorage) -> None:
+    clock, naps = Clock(), 0
+    clock.now = 1018.093  # twelve naps of a second end 1.1e-13 s early, and that is no time at 1018 s
+
+    def sleep(seconds: float) -> None:
+        nonlocal naps
+        naps += 1
+        assert naps < 20
+        clock.now += seconds
+
+    with_base(storage)
+    rival = Coordinator(storage, config(takeover_s=12), clock, sleep)
+    assert rival.begin_attempt("t2", "s2", 2, "composite").attempt == 2
+
+
 def test_takeover_does_not_watch(storage: FaultyStorage) -> None:
     clock = Clock()
     with_base(storage)
