@@ -56,6 +56,7 @@ class Attempt:
     step_s: float = 0.0
     stall_s: float = 0.0
     alerts: list[str] = field(default_factory=list)
+    costs: dict[str, float] = field(default_factory=dict)
 
     def alert(self, text: str) -> None:
         """Something that this rank's training thread has to tell: in the log now, and in the next report."""
@@ -69,8 +70,6 @@ class Attempt:
             log.error("%s", text)
         own, self.alerts = self.alerts, []
         return (*own, *self.writer.take_alerts(), *told)
-
-    costs: dict[str, float] = field(default_factory=dict)
 
     def note(self, step: StepReport, report: DriftReport) -> None:
         """Keeps what a step cost and how fresh the store is: the next heartbeat takes it to the metrics."""

@@ -30,7 +30,7 @@ def _train_on_slow_storage(storage: str, shadow: str) -> None:
 
         def _dawdle(self, chunks: Iterable[Any]) -> Iterable[Any]:
             for chunk in chunks:
-                time.sleep(0.15)
+                time.sleep(0.05)
                 yield chunk
 
     def keep(open_session: Any, step: int) -> None:

@@ -12,7 +12,9 @@ AFTER = 20
 """Steps after the save: they come out the same, bit for bit."""
 
 
-@pytest.mark.parametrize(("world_size", "saved_at"), [(2, 30), (3, 13), (5, 13)])
+@pytest.mark.parametrize(
+    ("world_size", "saved_at"), [(2, 30), (3, 13), pytest.param(5, 13, marks=pytest.mark.slow)]
+)
 def test_i14_and_i10_losses_are_bit_identical_with_a_session_and_after_a_fresh_recovery(
     tmp_path: Path, world_size: int, saved_at: int
 ) -> None:
