@@ -19,7 +19,7 @@ class ParamSpec(BaseModel):
     shape: tuple[int, ...]
     dtype: str
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements over all ranks."""
         return prod(self.shape)
@@ -35,7 +35,7 @@ class LayerSpec(BaseModel):
     trainable: bool
     params: tuple[ParamSpec, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements over all ranks; the weight of this layer in size-weighted means."""
         return sum(param.numel for param in self.params)
@@ -58,7 +58,7 @@ class LayerMap(BaseModel):
         """Parameter name -> layer name."""
         return {param.name: layer.name for layer in self.layers for param in layer.params}
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[LayerSpec, ...]:
         """The layers that drift and are bounded by s_max."""
         return tuple(layer for layer in self.layers if layer.trainable)

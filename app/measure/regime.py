@@ -30,8 +30,8 @@ class Regime:
         return int(CHECKPOINT["warmup_steps"]) + self.num_steps
 
 
-FULL = Regime(num_steps=150, num_write_pairs=20)
-QUICK = Regime(num_steps=125, num_write_pairs=10)
+FULL = Regime(num_steps=300, num_write_pairs=20)
+QUICK = Regime(num_steps=170, num_write_pairs=10)
 
 
 def config(storage: str, groups: str, num_steps: int) -> Config:

@@ -26,18 +26,24 @@ class Ratio:
     high: float
 
 
+def tracking_ms(ranks: Sequence[Samples]) -> dict[str, float]:
+    """Milliseconds a step that measuring and deciding take, mean over ranks: hooks, all-reduce, the rest."""
+    collective_s = [np.asarray(rank.collective_s) for rank in ranks]
+    rest_s = [
+        np.asarray(rank.after_s) - np.asarray(rank.stall_s) - collective
+        for rank, collective in zip(ranks, collective_s, strict=True)
+    ]
+    parts = {
+        "hooks": np.mean([rank.hook_s for rank in ranks]),
+        "all_reduce": np.min(collective_s, axis=0).mean(),
+        "rest": np.mean(rest_s),
+    }
+    return {name: 1000 * float(seconds) for name, seconds in parts.items()}
+
+
 def tracking_step_ratio(ranks: Sequence[Samples]) -> float:
     """What measuring and deciding add to a step, without any copy."""
-    shortest = _matrix([rank.collective_s for rank in ranks]).min(axis=0)
-    ours = [
-        np.asarray(rank.hook_s)
-        + np.asarray(rank.after_s)
-        - np.asarray(rank.stall_s)
-        - np.asarray(rank.collective_s)
-        + shortest
-        for rank in ranks
-    ]
-    return float(1 + np.mean(ours) / np.mean([rank.train_s for rank in ranks]))
+    return 1 + sum(tracking_ms(ranks).values()) / 1000 / mean_step_s(ranks)
 
 
 def overhead_ratio(ranks: Sequence[Samples]) -> float:

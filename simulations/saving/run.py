@@ -45,6 +45,7 @@ def _figures(
     saving = written["saving"]
     return {
         "tracking_step_ratio": figures.tracking_step_ratio(ranks["saving"]),
+        "tracking_ms": figures.tracking_ms(ranks["saving"]),
         "overhead_ratio": figures.overhead_ratio(ranks["saving"]),
         "ab_ratio": ab.value,
         "ab_ci95": [ab.low, ab.high],
