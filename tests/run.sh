@@ -4,5 +4,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . cluster/venv.sh
 ensure_venv dev
-[ $# -gt 0 ] || set -- -m "not slow"
+# Two lanes: much of the time is waiting. A file stays in one lane, so that its fixtures are made once.
+[ $# -gt 0 ] || set -- -m "not slow" --numprocesses 2 --dist loadfile
 exec .venv/bin/python -m pytest "$@" </dev/null
