@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from layercheck.commands.answer import DAMAGE, GOOD, USAGE, Answer
+from layercheck.commands.export import ExportOptions, export
 from layercheck.commands.gc import gc
 from layercheck.commands.plan import PlanOptions, plan
 from layercheck.commands.report import report
@@ -102,6 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     collects.add_argument("--dry-run", action="store_true", help="delete nothing, say what would go and why")
     shown = add("report", "write a page about the run", lambda store, args: report(store, args.out))
     shown.add_argument("--out", required=True, metavar="FILE.html", help="where the page goes")
+    _export_flags(
+        add(
+            "export",
+            "write the composite as a DeepSpeed or Hugging Face checkpoint",
+            lambda store, args: export(store, _export_options(args)),
+        )
+    )
     return parser
 
 
@@ -119,6 +127,26 @@ def _plan_flags(command: argparse.ArgumentParser) -> None:
 
 def _plan_options(args: argparse.Namespace) -> PlanOptions:
     return PlanOptions(args.mode, args.at_step, args.max_age, tuple(args.without), args.world_size)
+
+
+def _export_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--to", required=True, choices=("deepspeed", "hf"), help="who will read it")
+    command.add_argument("--out", required=True, metavar="DIR", help="a new or empty folder")
+    command.add_argument("--at-step", type=_count(0), metavar="N", help="as if the run had failed at step N")
+    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of hf; default float32")
+    command.add_argument(
+        "--groups", metavar="layer|stock|FILE", help="optimizer groups of deepspeed; default layer"
+    )
+    command.add_argument("--world-size", type=_count(1), metavar="W", help="ranks that will load deepspeed")
+    command.add_argument(
+        "--sub-group-size", type=_count(1), metavar="N", help="of deepspeed's zero_optimization; default 1e9"
+    )
+
+
+def _export_options(args: argparse.Namespace) -> ExportOptions:
+    return ExportOptions(
+        args.to, args.out, args.at_step, args.dtype, args.groups, args.world_size, args.sub_group_size
+    )
 
 
 def _count(least: int) -> Callable[[str], int]:

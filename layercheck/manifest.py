@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from layercheck.groups import OptimizerGroup
 from layercheck.layers import LayerMap
 
 FORMAT_VERSION = 1
@@ -226,6 +227,11 @@ class RunRecord(Record):
     layer_map: LayerMap
     optimizer: str
     """Class name of the torch optimizer."""
+    optimizer_groups: tuple[OptimizerGroup, ...] = ()
+    tied: dict[str, str] = {}
+    """Further name of a shared parameter -> the name that its layer has it under."""
+    buffers: tuple[str, ...] = ()
+    """Buffers that belong to the model's state dict; their values are not kept."""
     model_config_json: dict[str, Any] = {}
     """The model's own `config.json`, empty if it has none."""
     tokenizer_files: dict[str, str] = {}

@@ -118,7 +118,7 @@ class Session:
             The first step to run and the trainer state that belongs to the step before it.
 
         Raises:
-            StoreMismatchError, NoPlanError, RunIsLiveError, RestartLoopError, StorageError: all is as before.
+            StoreMismatchError, NoPlanError, RunIsLiveError, RestartLoopError, StorageError: do not train.
         """
         try:
             grant, receipt = self._recover()

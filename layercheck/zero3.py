@@ -5,7 +5,7 @@ rank's parts of one optimizer sub-group lie one after the other in one flat fp32
 padding that nobody initialises, so everything here speaks of the real elements alone.
 """
 
-import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from layercheck.errors import EngineRefusedError
+from layercheck.groups import OptimizerGroup
 from layercheck.layers import LayerMap, LayerSpec, ParamSpec, build_layer_map
+from layercheck.model_facts import json_settings
 from layercheck.persistence.scalars import pack_scalar, unpack_scalar
 from layercheck.updates import OptimizerCalls
 
@@ -179,12 +181,15 @@ class Zero3Engine:
         """Largest learning rate that the optimizer groups started with."""
         return max(float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups)
 
-    def model_config(self) -> dict[str, Any]:
-        """The model's own `config.json`, or an empty dict."""
-        config: Any = getattr(self.engine.module, "config", None)
-        if not hasattr(config, "to_json_string"):
-            return {}
-        return dict(json.loads(config.to_json_string(use_diff=False)))
+    def optimizer_groups(self) -> tuple[OptimizerGroup, ...]:
+        """The groups with the settings that they have now; what is no JSON value is left out."""
+        names: list[list[str]] = [[] for _ in self.optimizer.param_groups]
+        for index, params in enumerate(self.zero.fp16_groups):
+            names[self.zero.sub_group_to_group_id[index]] += [self._names[id(param)] for param in params]
+        return tuple(
+            OptimizerGroup(names=tuple(members), settings=json_settings(group))
+            for members, group in zip(names, self.optimizer.param_groups, strict=True)
+        )
 
     # ------------------------------------------------------------------ counters
 
@@ -292,6 +297,21 @@ class Zero3Engine:
     def clear_state(self, sub_group: int) -> None:
         """Forgets the optimizer state of one sub-group, before older state (or none) is put in."""
         self.optimizer.state.pop(self.zero.fp32_partitioned_groups_flat[sub_group], None)
+
+    def abandon_install(self) -> None:
+        """Leaves nothing of an install that failed before its end.
+
+        The fp32 weights follow the low-precision ones, which were not touched. Where there is no such second
+        copy (fp32 training, frozen layers) the values are lost and become NaN, for nobody to train on.
+        """
+        for sub_group in self.sub_groups:
+            self.clear_state(sub_group.index)
+            low = self.zero.fp16_partitioned_groups_flat[sub_group.index].detach()
+            has_copy = low.data_ptr() != sub_group.flat.data_ptr()
+            sub_group.flat.copy_(low) if has_copy else sub_group.flat.fill_(math.nan)
+        for part in (part for parts in self.slices.values() for part in parts if part.sub_group < 0):
+            weight = self.tensors(part)[FROZEN]
+            weight.fill_(math.nan if weight.is_floating_point() else 0)
 
     def end_install(self) -> None:
         """Copies fp32 into the low-precision partitions and gathers the parameters that stay gathered.

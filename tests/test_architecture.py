@@ -23,6 +23,7 @@ MAY_IMPORT = {
 PURE = {
     "layercheck.config",
     "layercheck.errors",
+    "layercheck.groups",
     "layercheck.layers",
     "layercheck.manifest",
     "layercheck.step_report",

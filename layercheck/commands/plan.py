@@ -31,10 +31,23 @@ def plan(store: Store, options: PlanOptions) -> Answer:
         ConfigError: `without` names no shard, or `strict` has no limit.
     """
     facts = store.facts()
+    made = planned(facts, options)
+    return Answer(_value(made), _text(facts, made), notes=facts.notes + notes_of(made, options))
+
+
+def planned(facts: StoreFacts, options: PlanOptions) -> RecoveryPlan:
+    """The plan that the options ask for. Raises as `plan` does."""
     made = make_plan(facts, _request(facts, options))
     if made is None:
         raise NoPlanError(f"run {facts.run.name} holds no step yet: the next attempt starts at step 1")
-    return Answer(_value(made), _text(facts, made), notes=facts.notes)
+    return made
+
+
+def notes_of(made: RecoveryPlan, options: PlanOptions) -> tuple[str, ...]:
+    """What a person should know of a plan beside the plan."""
+    if options.at_step is None or made.t_fail == options.at_step:
+        return ()
+    return (f"no trainer state of step {options.at_step} is kept: this is the plan of step {made.t_fail}",)
 
 
 def _request(facts: StoreFacts, options: PlanOptions) -> PlanRequest:
@@ -42,10 +55,7 @@ def _request(facts: StoreFacts, options: PlanOptions) -> PlanRequest:
     mode = options.mode or restarts.mode_after_poison(facts, settings.get("recovery", "composite"))
     strict_max_age, max_age = settings.get("strict_max_age"), options.max_age
     if options.mode == "strict" and max_age is not None:
-        strict_max_age, max_age = (
-            max_age,
-            None,
-        )  # the limit beyond which it rolls back, not beyond which it fails
+        strict_max_age, max_age = max_age, None
     if mode == "strict" and strict_max_age is None:
         raise ConfigError("--mode strict: this run has no strict_max_age; give --max-age N beside it")
     return PlanRequest(

@@ -23,10 +23,11 @@ class PlanRequest:
 
     Attributes:
         world_size: ranks that will recover; None means as many as the newest attempt had.
-        mode: `composite`, `uniform` (roll back to the newest full event), or `strict` (composite while no
-            layer is older than `strict_max_age`, else roll back).
-        max_age: refuse a plan with an older layer.
-        at_step: as if the run had failed at this step.
+        mode: `composite`, `uniform` (roll back to the newest full event), or `strict` (composite, refused
+            where a layer is older than `strict_max_age`).
+        max_age: refuse a plan with an older layer, whatever the mode.
+        at_step: as if the run had failed at this step of the present lineage; of what an attempt did beyond
+            a later roll-back nothing counts. Planned is the newest step up to it whose trainer state is kept.
         without: shard files to do without, paths below the store.
     """
 
@@ -91,10 +92,14 @@ def make_plan(
         return None
     lineage = Lineage(begun.lineage) if begun else facts.lineage
     commits = [c for c in facts.live_commits(lineage) if begun is None or c.event.attempt < begun.attempt]
-    versions = _until(by_layer(commits, facts.run.layer_map), request.at_step)
+    versions = by_layer(commits, facts.run.layer_map)
+    if request.at_step is not None:
+        versions = _until(facts, versions, request.at_step)
     bad = facts.bad_versions | _without(versions, request.without)
-    failure = _fixed(begun) if begun else _failure(facts, lineage, request.at_step)
-    mode, choice = _choose(facts, request, versions, bad, failure)
+    failure = _fixed(begun) if begun else _failure(facts, lineage)
+    if request.at_step is not None:
+        failure = _failure_at(facts, lineage, request.at_step, failure.step)
+    mode, choice = _choose(facts, request, versions, bad)
     if choice.event is not None:
         failure = _rolled_back_from(facts, begun, failure)
     resume = _resume_at(facts, choice, failure)
@@ -103,7 +108,9 @@ def make_plan(
         _layer_plan(spec, choice.versions[spec.name], versions[spec.name], bad, before, failure.step)
         for spec in facts.run.layer_map.layers
     )
-    _check_age(layers, request.max_age)
+    _check_age(layers, "max_age", request.max_age)
+    if mode == "strict":
+        _check_age(layers, "strict_max_age", request.strict_max_age or 0)
     return RecoveryPlan(
         mode=mode,
         world_size=request.world_size or (facts.newest.world_size if facts.newest else 1),
@@ -119,8 +126,38 @@ def make_plan(
 # ---------------------------------------------------------------- where the run stopped
 
 
-def _failure(facts: StoreFacts, lineage: Lineage, at_step: int | None) -> _Failure:
+def _failure(facts: StoreFacts, lineage: Lineage) -> _Failure:
     """t_fail = max(r_A, newest heartbeat of A, newest live commit); no older attempt's heartbeat counts."""
+    since = facts.newest.r_b if facts.newest else 0
+    known = [failure for failure in _known_steps(facts, lineage) if failure.step >= since]
+    if not known:
+        raise NoPlanError(
+            f"run {facts.run.name} holds no trainer state: use another run name", run=facts.run.name
+        )
+    return max(known, key=lambda failure: failure.step)  # of equals the first: heartbeat, commit, record
+
+
+def _failure_at(facts: StoreFacts, lineage: Lineage, at_step: int, reached: int) -> _Failure:
+    """The newest step up to `at_step` that could have been gone on from."""
+    if at_step > reached:
+        raise NoPlanError(
+            f"run {facts.run.name} has come to step {reached}, not to {at_step} (steps that a roll-back has "
+            "undone do not count): use an earlier --at-step",
+            run=facts.run.name,
+            step=reached,
+        )
+    known = [failure for failure in _known_steps(facts, lineage) if failure.step <= at_step]
+    if not known:
+        raise NoPlanError(
+            f"run {facts.run.name} holds no trainer state up to step {at_step}: use a later --at-step",
+            run=facts.run.name,
+            step=at_step,
+        )
+    return max(known, key=lambda failure: failure.step)
+
+
+def _known_steps(facts: StoreFacts, lineage: Lineage) -> list[_Failure]:
+    """Every step of this lineage whose trainer state is kept."""
     newest = facts.newest
     known: list[_Failure] = []
     if newest is not None and (beat := facts.progress.get(newest.attempt)) is not None:
@@ -132,17 +169,7 @@ def _failure(facts: StoreFacts, lineage: Lineage, at_step: int | None) -> _Failu
         undone = link.r_b > lineage.rolled_back_to(link.attempt)
         if record is not None and record.trainer_state and not undone:
             known.append(_Failure(record.r_b, "journal", record.trainer_state))
-    if at_step is not None:
-        known = [failure for failure in known if failure.step <= at_step]
-    else:
-        known = [failure for failure in known if failure.step >= (newest.r_b if newest else 0)]
-    if not known:
-        until = "" if at_step is None else f" up to step {at_step}"
-        raise NoPlanError(
-            f"run {facts.run.name} holds no trainer state{until}: use a later step or another run name",
-            run=facts.run.name,
-        )
-    return max(known, key=lambda failure: failure.step)  # of equals the first: heartbeat, commit, record
+    return known
 
 
 def _fixed(begun: AttemptRecord) -> _Failure:
@@ -180,19 +207,12 @@ def _choose(
     request: PlanRequest,
     versions: dict[str, list[Version]],
     bad: frozenset[VersionKey],
-    failure: _Failure,
 ) -> tuple[PlanMode, _Choice]:
-    trainable = facts.run.layer_map.trainable
     if not _has_base(facts, versions):
         return "warmup_rollback", _newest_full(facts, versions, bad)
     if request.mode == "uniform":
         return "uniform", _newest_full(facts, versions, bad)
-    choice = _newest_each(facts, versions, bad)
-    if request.mode != "strict":
-        return "composite", choice
-    limit = request.strict_max_age or 0
-    too_old = any(failure.step - choice.versions[layer.name].event.step > limit for layer in trainable)
-    return "strict", _newest_full(facts, versions, bad) if too_old else choice
+    return "strict" if request.mode == "strict" else "composite", _newest_each(facts, versions, bad)
 
 
 def _has_base(facts: StoreFacts, versions: dict[str, list[Version]]) -> bool:
@@ -249,10 +269,18 @@ def _no_plan(facts: StoreFacts, layers: list[str], versions: dict[str, list[Vers
     )
 
 
-def _until(versions: dict[str, list[Version]], at_step: int | None) -> dict[str, list[Version]]:
-    if at_step is None:
-        return versions
-    return {name: [v for v in all_of if v.event.step <= at_step] for name, all_of in versions.items()}
+def _until(facts: StoreFacts, versions: dict[str, list[Version]], at_step: int) -> dict[str, list[Version]]:
+    kept = {name: [v for v in all_of if v.event.step <= at_step] for name, all_of in versions.items()}
+    gone = [name for name, all_of in kept.items() if versions[name] and not all_of]
+    if gone:
+        oldest = min(version.event.step for version in versions[gone[0]])
+        raise NoPlanError(
+            f"run {facts.run.name} keeps no version of {gone[0]} up to step {at_step}, its oldest is of step "
+            f"{oldest}: use a later --at-step (keep_versions decides how many are kept)",
+            run=facts.run.name,
+            layers=tuple(gone),
+        )
+    return kept
 
 
 def _without(versions: dict[str, list[Version]], files: frozenset[str]) -> frozenset[VersionKey]:
@@ -295,14 +323,14 @@ def lost_steps(lineage: Lineage, version: Version, t_fail: int) -> int:
     return max(0, t_fail - since)
 
 
-def _check_age(layers: tuple[LayerPlan, ...], max_age: int | None) -> None:
-    old = [layer for layer in layers if layer.trainable and max_age is not None and layer.age > max_age]
+def _check_age(layers: tuple[LayerPlan, ...], knob: str, limit: int | None) -> None:
+    old = [layer for layer in layers if layer.trainable and limit is not None and layer.age > limit]
     if old:
         named = ", ".join(f"{layer.layer} ({layer.age} steps)" for layer in old)
         raise NoPlanError(
-            f"older than max_age={max_age}: {named}",
+            f"older than {knob}={limit}: {named}; raise {knob}, or recover with mode composite or uniform",
             layers=tuple(layer.layer for layer in old),
-            max_age=max_age,
+            max_age=limit,
         )
 
 

@@ -9,6 +9,7 @@ from layercheck.config import LayerCheckConfig
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import StorageError
 from layercheck.manifest import AttemptGrant, RunRecord
+from layercheck.model_facts import buffer_names, model_config, tied_names
 from layercheck.persistence.storage import Storage
 from layercheck.recovery.collectives import count_over_ranks, on_rank_zero
 from layercheck.zero3 import Zero3Engine
@@ -83,7 +84,10 @@ def _claim(
         name=submission.run,
         layer_map=zero3.layer_map,
         optimizer=type(zero3.optimizer).__name__,
-        model_config_json=zero3.model_config(),
+        optimizer_groups=zero3.optimizer_groups(),
+        tied=tied_names(zero3.engine.module),
+        buffers=buffer_names(zero3.engine.module),
+        model_config_json=model_config(zero3.engine.module),
         tokenizer_files=submission.info.get("tokenizer_files", {}),
         config={**submission.info.get("config", {}), "checkpoint": config.model_dump(mode="json")},
     )

@@ -1,12 +1,14 @@
 """Reads the versions of a plan from the storage: every byte checked, then cut to what this rank needs.
 
+A shard is read block by block; each block is hashed and scattered to where its elements belong. So only one
+block is held beside the slices of one layer, however large the shard and whatever world size wrote it.
 A shard whose checksum is wrong is read once more; if it is wrong again it is reported as bad, and the caller
 gets a plan with an older version of that layer.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,8 @@ from layercheck.persistence.shard_file import DTYPE_BYTES, ShardHeader, TensorRa
 from layercheck.persistence.storage import Storage
 
 Array = npt.NDArray[np.uint8]
+BLOCK_BYTES = 8 << 20
+"""One read of the storage: large enough for an object store, small enough to be bounded memory."""
 
 
 class Wanted(Protocol):
@@ -51,33 +55,26 @@ class FetchedLayer:
 
 
 class Fetcher:
-    """Fetches layers for one rank; keeps file headers, which several layers of an event share."""
+    """Fetches layers for one rank; keeps file headers, which several layers of an event share.
 
-    def __init__(self, storage: Storage) -> None:
+    Args:
+        storage: the run's `layercheck` folder.
+        keys: which tensors of a parameter are wanted (`fp32`, `exp_avg`, ...); None means all.
+    """
+
+    def __init__(self, storage: Storage, keys: frozenset[str] | None = None) -> None:
         self._storage = storage
+        self._keys = keys
         self._headers: dict[str, _IndexedHeader] = {}
+        self._block: Array = np.empty(BLOCK_BYTES, dtype=np.uint8)
         self.nbytes = 0
 
-    def fetch(
-        self, plans: Iterable[LayerPlan], wanted: Mapping[str, Sequence[Wanted]]
-    ) -> tuple[dict[str, FetchedLayer], list[BadShard]]:
-        """Reads the layers of a plan.
-
-        Args:
-            plans: the layers to read.
-            wanted: layer -> this rank's slices.
-
-        Returns:
-            The layers that are whole, and the bad shards of the others.
-        """
-        layers: dict[str, FetchedLayer] = {}
-        bad: list[BadShard] = []
-        for plan in plans:
-            try:
-                layers[plan.layer] = self._layer(plan, wanted[plan.layer])
-            except _BadShardError as error:
-                bad.append(error.shard)
-        return layers, bad
+    def fetch(self, plan: LayerPlan, wanted: Sequence[Wanted]) -> FetchedLayer | BadShard:
+        """Reads one layer of a plan: this rank's slices, or the shard for which it cannot be had."""
+        try:
+            return self._layer(plan, wanted)
+        except _BadShardError as error:
+            return error.shard
 
     def _layer(self, plan: LayerPlan, wanted: Sequence[Wanted]) -> FetchedLayer:
         slices = {want.spec.name: FetchedSlice() for want in wanted}
@@ -85,39 +82,104 @@ class Fetcher:
         for shard in plan.shards:
             if not _overlaps(shard, wanted):
                 continue
-            header, data = self._checked(shard)
-            for want in wanted:
-                missing[want.spec.name] -= _copy(header, data, shard, want, slices[want.spec.name])
+            for name, count in self._checked(shard, wanted, slices).items():
+                missing[name] -= count
         short = [name for name, count in missing.items() if count]
         if short:
             raise _BadShardError(plan.shards[0], f"the shards do not cover parameter {short[0]}")
         return FetchedLayer(plan.layer, plan.step, slices)
 
-    def _checked(self, shard: ShardRecord) -> tuple["_IndexedHeader", Array]:
+    def _checked(
+        self, shard: ShardRecord, wanted: Sequence[Wanted], slices: dict[str, FetchedSlice]
+    ) -> dict[str, int]:
         try:
-            return self._read(shard)
+            return self._read(shard, wanted, slices)
         except StorageError:
             self._headers.pop(shard.file, None)
         try:
-            return self._read(shard)
+            return self._read(shard, wanted, slices)
         except StorageError as error:
             raise _BadShardError(shard, str(error)) from error
 
-    def _read(self, shard: ShardRecord) -> tuple["_IndexedHeader", Array]:
+    def _read(
+        self, shard: ShardRecord, wanted: Sequence[Wanted], slices: dict[str, FetchedSlice]
+    ) -> dict[str, int]:
+        """Fills what a shard holds of the slices; returns the elements by parameter.
+
+        The slices hold unchecked bytes until the last block was hashed: nobody looks at them before.
+        """
+        header = self._header(shard)
+        counts: dict[str, int] = {}
+        targets: list[_Target] = []
+        for want in wanted:
+            counts[want.spec.name], found = self._targets(header, shard, want, slices[want.spec.name])
+            targets += found
+        digest = xxhash.xxh3_128()
+        for begin, block in self._blocks(shard):
+            digest.update(block.data)
+            for target in targets:
+                target.fill(begin, block)
+        if digest.hexdigest() != shard.xxh3_128:
+            raise DamagedShardError(
+                f"{shard.file}: checksum of layer {shard.layer} is {digest.hexdigest()}, not {shard.xxh3_128}"
+            )
+        self.nbytes += shard.nbytes
+        return counts
+
+    def _header(self, shard: ShardRecord) -> "_IndexedHeader":
         header = self._headers.get(shard.file)
         if header is None:
             header = _IndexedHeader(read_header(self._storage, shard.file))
             _check_identity(header, shard)
             self._headers[shard.file] = header
-        data = np.empty(shard.nbytes, dtype=np.uint8)
-        self._storage.read_into(shard.file, shard.begin, data.data)
-        digest = xxhash.xxh3_128_hexdigest(data.data)
-        if digest != shard.xxh3_128:
-            raise DamagedShardError(
-                f"{shard.file}: checksum of layer {shard.layer} is {digest}, not {shard.xxh3_128}"
+        return header
+
+    def _blocks(self, shard: ShardRecord) -> Iterator[tuple[int, Array]]:
+        """The layer's bytes in the file, in order; each block is overwritten by the next."""
+        for begin in range(shard.begin, shard.end, BLOCK_BYTES):
+            block = self._block[: min(BLOCK_BYTES, shard.end - begin)]
+            self._storage.read_into(shard.file, begin, block.data)
+            yield begin, block
+
+    def _targets(
+        self, header: "_IndexedHeader", shard: ShardRecord, want: Wanted, into: FetchedSlice
+    ) -> tuple[int, list["_Target"]]:
+        """Where a shard's bytes of one wanted slice go; (elements, targets). Makes room in `into`."""
+        held = header.slices.get(want.spec.name)
+        if held is None or held.shape != want.spec.shape:
+            raise _BadShardError(
+                shard, f"{shard.file} has no parameter {want.spec.name} of {want.spec.shape}"
             )
-        self.nbytes += shard.nbytes
-        return header, data
+        into.scalars = {key: scalar.model_dump() for key, scalar in held.state.items()}
+        begin = max(held.offset, want.offset)
+        count = max(0, min(held.offset + held.numel, want.offset + want.numel) - begin)
+        targets = []
+        for tensor in header.of_parameter[want.spec.name]:
+            key, size = tensor.state, DTYPE_BYTES[tensor.dtype]
+            if self._keys is not None and key not in self._keys:
+                continue
+            if key not in into.tensors:
+                into.tensors[key] = np.empty(want.numel * size, dtype=np.uint8)
+                into.dtypes[key] = tensor.dtype
+            if count:
+                target = (begin - want.offset) * size
+                room = into.tensors[key][target : target + count * size]
+                targets.append(_Target(tensor.begin + (begin - held.offset) * size, room))
+        return count, targets
+
+
+class _Target(NamedTuple):
+    """A run of bytes of a file, from `begin` on, and the memory that it fills."""
+
+    begin: int
+    into: Array
+
+    def fill(self, at: int, block: Array) -> None:
+        """Takes what a block that lies `at` in the file has of this run."""
+        first = max(at, self.begin)
+        last = min(at + block.size, self.begin + self.into.size)
+        if first < last:
+            self.into[first - self.begin : last - self.begin] = block[first - at : last - at]
 
 
 class _IndexedHeader:
@@ -162,23 +224,3 @@ def _overlaps(shard: ShardRecord, wanted: Sequence[Wanted]) -> bool:
         if max(begin, want.offset) < min(begin + count, want.offset + want.numel):
             return True
     return not any(want.numel for want in wanted) and shard.rank == 0
-
-
-def _copy(header: "_IndexedHeader", data: Array, shard: ShardRecord, want: Wanted, into: FetchedSlice) -> int:
-    """Copies what a shard holds of a wanted slice; returns the number of elements."""
-    held = header.slices.get(want.spec.name)
-    if held is None or held.shape != want.spec.shape:
-        raise _BadShardError(shard, f"{shard.file} has no parameter {want.spec.name} of {want.spec.shape}")
-    into.scalars = {key: scalar.model_dump() for key, scalar in held.state.items()}
-    begin = max(held.offset, want.offset)
-    count = min(held.offset + held.numel, want.offset + want.numel) - begin
-    for tensor in header.of_parameter[want.spec.name]:
-        key, size = tensor.state, DTYPE_BYTES[tensor.dtype]
-        if key not in into.tensors:
-            into.tensors[key] = np.empty(want.numel * size, dtype=np.uint8)
-            into.dtypes[key] = tensor.dtype
-        if count > 0:
-            source = tensor.begin - shard.begin + (begin - held.offset) * size
-            target = (begin - want.offset) * size
-            into.tensors[key][target : target + count * size] = data[source : source + count * size]
-    return max(count, 0)

@@ -1,33 +1,50 @@
-"""Puts fetched layers into a live engine: all of them or none."""
+"""Puts fetched layers into a live engine, one at a time; its weights follow once all are in.
+
+The fp32 partitions and moments of an engine that recovers are no state that anybody needs, so they are where
+the layers are gathered: beside them only one layer is ever held. What the model computes with, its
+low-precision weights, changes in `finish` alone.
+"""
 
 import torch
 from torch import Tensor
 
 from layercheck.errors import LayerCheckError
+from layercheck.manifest import RecoveryPlan
 from layercheck.recovery.fetch import Array, FetchedLayer, FetchedSlice
 from layercheck.zero3 import Zero3Engine
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
-def install(zero3: Zero3Engine, layers: dict[str, FetchedLayer]) -> None:
-    """Replaces weights, moments and optimizer scalars of every layer. A collective: all ranks call it.
-
-    Starts only when each layer of the engine is there, so a failure before leaves the engine as it was.
+def start(zero3: Zero3Engine, plan: RecoveryPlan) -> None:
+    """Makes the engine ready for `put`.
 
     Raises:
-        LayerCheckError: a layer is missing, or a low-precision copy does not follow its fp32 weights.
+        LayerCheckError: the plan lacks a layer of the engine; the engine is as it was.
     """
-    missing = [layer.name for layer in zero3.layer_map.layers if layer.name not in layers]
+    planned = {layer.layer for layer in plan.layers}
+    missing = [layer.name for layer in zero3.layer_map.layers if layer.name not in planned]
     if missing:
         raise LayerCheckError(f"nothing was installed: the plan has no layer {missing[0]}", layers=missing)
     zero3.begin_install()
+
+
+def put(zero3: Zero3Engine, fetched: FetchedLayer) -> None:
+    """Replaces masters, moments and optimizer scalars of one layer; again for another version of it."""
     for sub_group in zero3.sub_groups:
-        zero3.clear_state(sub_group.index)
-    for name, parts in zero3.slices.items():
-        for part in parts:
-            fetched = layers[name].slices[part.spec.name]
-            zero3.write(part, _tensors(fetched), fetched.scalars)
+        if sub_group.layer == fetched.layer:
+            zero3.clear_state(sub_group.index)
+    for part in zero3.slices[fetched.layer]:
+        found = fetched.slices[part.spec.name]
+        zero3.write(part, _tensors(found), found.scalars)
+
+
+def finish(zero3: Zero3Engine) -> None:
+    """Makes the weights follow. A collective: every rank calls it once all ranks hold all layers.
+
+    Raises:
+        LayerCheckError: a low-precision copy does not follow its fp32 weights.
+    """
     zero3.end_install()
     stale = zero3.stale_parameter()
     if stale is not None:

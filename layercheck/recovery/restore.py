@@ -1,10 +1,12 @@
 """One recovery on all ranks: fetch the plan, have it amended for bad shards, install, write the receipt.
 
 States, all ranks together unless said otherwise:
-1. each rank fetches its parts of the plan; nothing live is touched.
+1. each rank fetches its parts of the plan, layer by layer, into its fp32 partitions and moments. What the
+   model computes with is not touched.
 2. one all-reduce counts the bad shards. None: go to 4.
 3. rank 0 has the coordinator amend the plan; only the layers that changed are fetched again; back to 2.
-4. all ranks hold the same whole plan: install. A failure before this point leaves the engine as it was.
+4. all ranks hold the same whole plan: the weights follow. A failure before this point takes the partitions
+   back to the untouched weights, so that nobody trains on half a state.
 """
 
 import time
@@ -15,9 +17,9 @@ import torch.distributed as dist
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.manifest import AttemptGrant, BadShard, LayerPlan, Receipt, RecoveryPlan
 from layercheck.persistence.storage import Storage
+from layercheck.recovery import install
 from layercheck.recovery.collectives import count_over_ranks, on_rank_zero
-from layercheck.recovery.fetch import FetchedLayer, Fetcher
-from layercheck.recovery.install import install
+from layercheck.recovery.fetch import Fetcher
 from layercheck.zero3 import Zero3Engine
 
 
@@ -32,43 +34,64 @@ def restore(
     Raises:
         NoPlanError: without the bad shards nothing is left to recover from.
     """
-    plan = grant.plan
-    assert plan is not None, "a fresh run has nothing to restore"
+    assert grant.plan is not None, "a fresh run has nothing to restore"
     started = time.monotonic()
-    fetcher = Fetcher(storage)
-    layers: dict[str, FetchedLayer] = {}
-    all_bad: list[BadShard] = []
-    todo = plan.layers
-    while True:
-        fetched, bad = fetcher.fetch(todo, zero3.slices)
-        layers.update(fetched)
-        bad = _bad_on_any_rank(bad, zero3.collective_device)
-        if not bad:
-            break
-        all_bad += bad
-        before = {layer.layer: layer for layer in plan.layers}
-        attempt = grant.attempt
-        grant = on_rank_zero(lambda n=attempt, b=tuple(bad): coordinator.amend(n, b))  # type: ignore[misc]
-        plan = grant.plan
-        assert plan is not None, "an amended grant always has a plan"
-        todo = tuple(layer for layer in plan.layers if _moved(before.get(layer.layer), layer))
-        for layer in todo:
-            layers.pop(layer.layer, None)
+    install.start(zero3, grant.plan)
+    try:
+        grant, plan, bad = _fetch_all(zero3, Fetcher(storage), coordinator, grant, grant.plan)
+    except BaseException:
+        zero3.abandon_install()
+        raise
     fetch_s = time.monotonic() - started
     started = time.monotonic()
-    install(zero3, layers)
-    receipt = _receipt(grant, plan, tuple(all_bad))
+    install.finish(zero3)
+    receipt = _receipt(grant, plan, bad)
     seconds = {"plan_s": plan_s, "fetch_s": fetch_s, "install_s": time.monotonic() - started}
     return grant, receipt.model_copy(update=seconds)
 
 
-def _bad_on_any_rank(bad: list[BadShard], device: torch.device) -> list[BadShard]:
+def _fetch_all(
+    zero3: Zero3Engine,
+    fetcher: Fetcher,
+    coordinator: CoordinatorClient,
+    grant: AttemptGrant,
+    plan: RecoveryPlan,
+) -> tuple[AttemptGrant, RecoveryPlan, tuple[BadShard, ...]]:
+    """States 1 to 3: the grant and the plan that were carried out, and the shards that were bad."""
+    all_bad: tuple[BadShard, ...] = ()
+    todo = plan.layers
+    while bad := _bad_on_any_rank(_fetch(zero3, fetcher, todo), zero3.collective_device):
+        all_bad += bad
+        before = {layer.layer: layer for layer in plan.layers}
+        attempt = grant.attempt
+        grant = on_rank_zero(lambda n=attempt, b=bad: coordinator.amend(n, b))  # type: ignore[misc]
+        assert grant.plan is not None, "an amended grant always has a plan"
+        plan = grant.plan
+        todo = tuple(layer for layer in plan.layers if _moved(before.get(layer.layer), layer))
+    return grant, plan, all_bad
+
+
+def _fetch(zero3: Zero3Engine, fetcher: Fetcher, todo: tuple[LayerPlan, ...]) -> list[BadShard]:
+    """Fetches layers into the partitions, one at a time; returns what could not be had."""
+    outcomes = [_fetch_one(zero3, fetcher, plan) for plan in todo]
+    return [bad for bad in outcomes if bad is not None]
+
+
+def _fetch_one(zero3: Zero3Engine, fetcher: Fetcher, plan: LayerPlan) -> BadShard | None:
+    fetched = fetcher.fetch(plan, zero3.slices[plan.layer])
+    if isinstance(fetched, BadShard):
+        return fetched
+    install.put(zero3, fetched)
+    return None
+
+
+def _bad_on_any_rank(bad: list[BadShard], device: torch.device) -> tuple[BadShard, ...]:
     if count_over_ranks(len(bad), device) == 0:
-        return []
+        return ()
     gathered: list[list[BadShard]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, bad)
     unique = {(shard.file, shard.layer): shard for shards in gathered for shard in shards}
-    return list(unique.values())
+    return tuple(unique.values())
 
 
 def _moved(before: LayerPlan | None, after: LayerPlan) -> bool:

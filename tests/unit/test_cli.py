@@ -129,7 +129,6 @@ def test_plan_answers_what_if(run: RealRun, capsys: pytest.CaptureFixture[str]) 
     steps = lambda value: {layer["name"]: layer["step"] for layer in value["layers"]}  # noqa: E731
     assert steps(ask(capsys, "plan", store, "--at-step", "9")[1]) == NEWEST | {"layers.0": 8, "norm": 4}
     assert set(steps(ask(capsys, "plan", store, "--mode", "uniform")[1]).values()) == {4}
-    assert ask(capsys, "plan", store, "--mode", "strict", "--max-age", "9")[1]["resume_step"] == 5
     assert ask(capsys, "plan", store, "--mode", "strict", "--max-age", "10")[1]["resume_step"] == 15
     assert ask(capsys, "plan", store, "--world-size", "7")[1]["world_size"] == 7
     for name in (str(shard(run, 12, 1)), str(shard(run, 12, 1).relative_to(run.folder))):
@@ -144,8 +143,21 @@ def test_plan_answers_what_if(run: RealRun, capsys: pytest.CaptureFixture[str]) 
 def test_plan_exits_with_1_where_there_is_none_and_names_the_layers(
     run: RealRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(run.folder), "--max-age", "9"]) == 1
-    assert "embed_tokens (10 steps)" in capsys.readouterr().err
+    for mode, knob in (("composite", "max_age=9"), ("strict", "strict_max_age=9")):
+        assert main(["plan", str(run.folder), "--mode", mode, "--max-age", "9"]) == 1
+        told = capsys.readouterr().err
+        assert f"{knob}: embed_tokens (10 steps)" in told
+    assert main(["plan", str(run.folder), "--at-step", "15"]) == 1
+    assert "has come to step 14" in capsys.readouterr().err
+
+
+def test_plan_says_if_it_is_of_an_earlier_step_than_was_asked(
+    run: RealRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(run.folder), "--at-step", "9", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["t_fail"] == 8
+    assert "no trainer state of step 9 is kept: this is the plan of step 8" in told.err
 
 
 def test_i7_status_of_a_run_without_commits_exits_with_1(

@@ -57,8 +57,9 @@ def test_modes_choose_their_versions(storage: LocalStorage) -> None:
     assert uniform.drift == dict.fromkeys(LAYERS, 0.0)
     young = plan(storage, mode="strict", strict_max_age=5)
     assert (young.mode, steps(young), young.resume_step) == ("strict", [4, 7, 8], 10)
-    old = plan(storage, mode="strict", strict_max_age=4)
-    assert (old.mode, steps(old), old.resume_step) == ("strict", [4, 4, 4], 5)
+    with pytest.raises(NoPlanError, match=r"strict_max_age=4: embed_tokens \(5 steps\); raise") as caught:
+        plan(storage, mode="strict", strict_max_age=4)
+    assert caught.value.facts["layers"] == ("embed_tokens",)
 
 
 def test_without_a_file_one_layer_falls_back(storage: LocalStorage) -> None:
@@ -73,6 +74,40 @@ def test_at_step_plans_as_of_then(storage: LocalStorage) -> None:
     made = plan(storage, at_step=7)
     assert (made.t_fail, steps(made)) == (7, [4, 7, 6])
     assert made.trainer_state["step"] == 7
+    assert [layer.age for layer in made.layers] == [3, 0, 1]
+    assert made.lost_steps == pytest.approx((10 * 3 + 20 * 0 + 30 * 1) / 60)
+
+
+def test_a_step_that_came_twice_is_that_of_the_lineage(storage: LocalStorage) -> None:
+    """Attempt 1 came to 9, attempt 2 rolled back to 4 and saved steps 6 and 8 again."""
+    trained(storage)
+    second = coordinator(storage)
+    group = Group(second, storage, second.begin_attempt("t2", "s1", 2, "uniform"))
+    assert group.grant.r_b == 4
+    group.save(6, "layers.0")
+    group.save(8, "embed_tokens")
+    group.train(8, since=4)
+    second.close()
+    chosen = {n: [(v.step, v.attempt) for v in plan(storage, at_step=n).layers] for n in (4, 6, 8)}
+    assert chosen == {
+        4: [(4, 1), (4, 1), (4, 1)],
+        6: [(4, 1), (6, 2), (4, 1)],
+        8: [(8, 2), (6, 2), (4, 1)],
+    }
+    assert plan(storage, at_step=6).resume_step == 7
+    with pytest.raises(NoPlanError, match="has come to step 8, not to 9"):
+        plan(storage, at_step=9)
+
+
+def test_a_step_from_before_the_oldest_version_is_refused_by_name(storage: LocalStorage) -> None:
+    trained(storage)
+    for event in journal.event_folders(storage):
+        if event.step < 4:
+            storage.delete(event.folder)
+    with pytest.raises(
+        NoPlanError, match=r"no version of embed_tokens up to step 3, its oldest is of step 4"
+    ):
+        plan(storage, at_step=3)
 
 
 def test_max_age_refuses_and_names_the_layers(storage: LocalStorage) -> None:

@@ -1,0 +1,1 @@
+"""The composite of a store as a checkpoint that others read."""
