@@ -144,8 +144,8 @@ class TrainConfig(Section):
             works = [n for n in range(1, most + 1) if self.global_batch % (n * self.micro_batch) == 0]
             raise ConfigError(
                 f"train.global_batch={self.global_batch} cannot be split over {world_size} workers in "
-                f"micro-batches of {self.micro_batch}; cluster.workers may be {works or 'none'}: "
-                "change it, train.micro_batch or train.global_batch",
+                f"micro-batches of {self.micro_batch}; cluster.workers may be {works or 'none'} (from "
+                "cluster.min_workers on, all of them): change it, train.micro_batch or train.global_batch",
                 works=works,
             )
         return self.global_batch // (world_size * self.micro_batch)
@@ -162,6 +162,10 @@ class ClusterConfig(Section):
     """What Ray Train gets."""
 
     workers: int = Field(2, ge=1)
+    min_workers: int | None = Field(None, ge=1)
+    """Go on with as few as these when nodes are lost, and with more when they are back; None: never."""
+    resize_check_s: float = Field(60, ge=0)
+    """Seconds between looks for nodes that came back, with `min_workers`; growing restarts the workers."""
     cpus_per_worker: float = Field(1, gt=0)
     gpus_per_worker: float = Field(0, ge=0)
     max_failures: int = Field(3, ge=-1)
@@ -169,6 +173,19 @@ class ClusterConfig(Section):
     backend: Literal["gloo", "nccl"] | None = None
     """Default: nccl with GPUs, else gloo."""
     health_check_s: float = Field(0.3, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_workers is not None and self.min_workers > self.workers:
+            raise ValueError(
+                f"cluster.min_workers={self.min_workers} is above cluster.workers={self.workers}"
+            )
+        return self
+
+    @property
+    def fewest_workers(self) -> int:
+        """The smallest world size that the run may have."""
+        return self.workers if self.min_workers is None else self.min_workers
 
     @property
     def process_group(self) -> str:
@@ -197,7 +214,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.train.accumulation(self.cluster.workers)
+        # Not only the sizes that are wanted: Ray may start any number between them, in the middle of a run.
+        for workers in range(self.cluster.fewest_workers, self.cluster.workers + 1):
+            self.train.accumulation(workers)
         if self.train.groups == "stock" and self.checkpoint.method == "layercheck":
             raise ValueError(
                 "train.groups='stock' mixes layers, which checkpoint.method='layercheck' cannot save apart: "

@@ -1,6 +1,7 @@
 """The model under ZeRO-3 and its engine."""
 
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -11,6 +12,7 @@ from transformers.integrations import HfDeepSpeedConfig
 import layercheck
 from app.config import Config, ModelConfig, TrainConfig
 from layercheck.errors import ConfigError
+from layercheck.model_facts import buffer_names
 
 _DROPOUT_KEYS = (
     "attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"
@@ -54,7 +56,7 @@ def build_model(config: Config, tokenizer: Any, world_size: int, *, for_recovery
         config: names a pretrained model or describes a fresh one; a fresh one depends on `run.seed` alone.
         tokenizer: decides the size of a fresh vocabulary.
         world_size: number of ranks.
-        for_recovery: leave the weights of a pretrained model unread, because recovery will overwrite them.
+        for_recovery: neither load nor initialise weights, because recovery will overwrite every one of them.
 
     Raises:
         ConfigError: the model cannot be loaded or does not fit the tokenizer or the data.
@@ -66,15 +68,27 @@ def build_model(config: Config, tokenizer: Any, world_size: int, *, for_recovery
     torch.manual_seed(config.run.seed)
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
     kind = {"attn_implementation": config.model.attention, "dtype": dtype}
-    if config.model.path is None or for_recovery:
+    model = _empty(shape, kind) if for_recovery else None
+    if model is None and config.model.path is None:
         model = AutoModelForCausalLM.from_config(shape, **kind)
-    else:
+    elif model is None:
         model = _pretrained(config.model.path, shape, kind)
     del partitioning
     model.config.use_cache = False
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
+
+
+def _empty(shape: Any, kind: dict[str, Any]) -> Any:
+    """The model with whatever lies in its memory, or None if recovery would leave some of that there.
+
+    To initialise it, transformers gathers every module once: that can cost more than the recovery.
+    """
+    # One function does all of it (`PreTrainedModel._from_config`); if it should ever go, `patch` raises.
+    with mock.patch("transformers.integrations.deepspeed.initialize_weights_zero3", return_value=None):
+        model = AutoModelForCausalLM.from_config(shape, **kind)
+    return None if buffer_names(model) else model  # buffers are in no store
 
 
 def _pretrained(path: str, shape: Any, kind: dict[str, Any]) -> Any:
@@ -149,11 +163,12 @@ def build_engine(model: Any, config: Config, world_size: int) -> Any:
 
 
 def _stock_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same parameters in two groups, with and without decay."""
-    merged: dict[float, dict[str, Any]] = {}
+    """The same parameters in two groups, matrices and vectors, whether their decay differs or not."""
+    merged: dict[bool, dict[str, Any]] = {}
     for group in groups:
-        decay = group["weight_decay"]
-        merged.setdefault(decay, {"params": [], "weight_decay": decay})["params"] += group["params"]
+        matrices = len(group["params"][0].ds_shape) > 1
+        empty = {"params": [], "weight_decay": group["weight_decay"]}
+        merged.setdefault(matrices, empty)["params"] += group["params"]
     return list(merged.values())
 
 

@@ -1,7 +1,6 @@
 """From conversations to token documents: chat template, labels on answers only."""
 
 import hashlib
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -72,13 +71,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Changes when the ids of a text or the chat template do."""
     content = tokenizer.backend_tokenizer.to_str() + str(tokenizer.chat_template)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def tokenizer_files(tokenizer: Any) -> dict[str, str]:
-    """Name -> text of the files that make this tokenizer, to be kept with the run."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        return {path.name: path.read_text(encoding="utf-8") for path in sorted(Path(folder).iterdir())}
 
 
 def documents(

@@ -88,11 +88,12 @@ def check_cluster(config: Config) -> None:
     """
     cluster, total = config.cluster, ray.cluster_resources()
     for kind, each in (("CPU", cluster.cpus_per_worker), ("GPU", cluster.gpus_per_worker)):
-        need, have = cluster.workers * each, total.get(kind, 0.0)
+        need, have = cluster.fewest_workers * each, total.get(kind, 0.0)
         if need > have:
+            knob = "workers" if cluster.min_workers is None else "min_workers"
             raise ConfigError(
-                f"cluster.workers={cluster.workers} with {each:g} {kind}s each need {need:g}, the cluster "
-                f"has {have:g}: lower cluster.workers or {kind.lower()}s_per_worker, or add nodes",
+                f"cluster.{knob}={cluster.fewest_workers} with {each:g} {kind}s each need {need:g}, the "
+                f"cluster has {have:g}: lower cluster.{knob} or {kind.lower()}s_per_worker, or add nodes",
                 need=need,
                 have=have,
             )
@@ -152,7 +153,8 @@ def _fit(config: Config, submission: str, takeover: bool) -> TrainResult:
         train_loop_config={"config": config.resolved(), "submission": submission, "takeover": takeover},
         torch_config=TorchConfig(backend=cluster.process_group),
         scaling_config=ScalingConfig(
-            num_workers=cluster.workers,
+            num_workers=(cluster.fewest_workers, cluster.workers) if cluster.min_workers else cluster.workers,
+            elastic_resize_monitor_interval_s=cluster.resize_check_s,
             use_gpu=cluster.gpus_per_worker > 0,
             resources_per_worker=resources,
         ),

@@ -11,14 +11,16 @@ from app.data import from_rank_0, open_dataset
 from app.model import build_engine, build_model, init_distributed, set_lr
 from app.order import Order
 from app.progress import Meter
-from app.runfiles import RunFiles
 from app.schedule import lr_at
 from app.step import Job, mean_over_ranks, one_step
-from app.tokens import tokenizer_files
 from app.train_result import TrainResult
+from layercheck.coordination import journal
+from layercheck.coordination.plan import is_fresh
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import FencedError, NoPlanError
 from layercheck.manifest import ResumePoint, TrainerState
+from layercheck.model_facts import tokenizer_files
+from layercheck.persistence.storage import open_storage
 
 log = logging.getLogger("app")
 Reporter = Callable[[dict[str, Any]], None]
@@ -81,7 +83,7 @@ def _set_up(
     dataset = open_dataset(config, rank)
     if rank == 0:
         log.info("data: %d sequences of %d tokens; %s", len(dataset), dataset.seq_len, dataset.counts)
-    recovers = from_rank_0(lambda: _store_has_commits(config), rank, config.data.wait_s)
+    recovers = from_rank_0(lambda: _will_recover(config), rank, config.data.wait_s)
     model = build_model(config, dataset.tokenizer, world_size, for_recovery=recovers)
     engine = build_engine(model, config, world_size)
     order = Order(len(dataset), config.train.global_batch, config.run.seed)
@@ -107,20 +109,21 @@ def _session(job: Job, coordinator: CoordinatorClient | None, submission: str | 
     )
 
 
-def _store_has_commits(config: Config) -> bool:
+def _will_recover(config: Config) -> bool:
+    """True if the store holds anything to recover: then a session recovers it or refuses, nothing else."""
     if config.checkpoint.method == "none":
         return False
-    files = RunFiles(config.run.folder)
-    return any(files.exists(f"{event}/commit.parquet") for event in files.paths("layercheck/events"))
+    storage = open_storage(config.run.storage_root, config.run.name)
+    return journal.read_run(storage) is not None and not is_fresh(journal.load_facts(storage))
 
 
 def _check_weights_are_there(job: Job, point: ResumePoint) -> None:
-    # The weights of a pretrained model were left unread for a recovery. Should the run begin anew after all,
-    # it would silently train random weights.
-    if job.for_recovery and point.receipt is None and job.config.model.path is not None:
+    # The weights were left alone for a recovery. Should the run begin anew after all (somebody removed the
+    # store meanwhile), it would silently train whatever lay in memory.
+    if job.for_recovery and point.receipt is None:
         raise NoPlanError(
-            f"run {job.config.run.name} has commits, yet none of them counts and it would begin anew; "
-            "give another run.name or remove the store",
+            f"run {job.config.run.name} had a state to recover when its model was built and has none now; "
+            "give another run.name, or start it again",
             run=job.config.run.name,
         )
 

@@ -1,9 +1,13 @@
 """What run.json says of a model beside its layers: enough to write it in the formats of others."""
 
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+
+_TEXTS = (".json", ".jinja", ".txt")
 
 
 def model_config(module: nn.Module) -> dict[str, Any]:
@@ -26,6 +30,14 @@ def buffer_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the buffers in the model's state dict."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return tuple(name for name in module.state_dict(keep_vars=True) if name not in parameters)
+
+
+def tokenizer_files(tokenizer: Any) -> dict[str, str]:
+    """Name -> text of the files that make a fast tokenizer of transformers; binary twins are left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = sorted(path for path in Path(folder).iterdir() if path.suffix in _TEXTS)
+        return {path.name: path.read_text(encoding="utf-8") for path in files}
 
 
 def json_settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -25,12 +25,14 @@ def build(
     persistence: int = 1000,
     freeze: tuple[str, ...] = (),
     train: tuple[str, ...] = ("",),
+    hidden: int = 36,
     zero: dict[str, Any] | None = None,
 ) -> Any:
     """A DeepSpeed engine of a 3-block model.
 
-    `freeze` are name parts of parameters that do not train, `train` of those that may; `zero` are further
-    settings of DeepSpeed's `zero_optimization`.
+    `groups` are `layer`, `stock` (matrices, vectors) or `one`. `freeze` are name parts of parameters that do
+    not train, `train` of those that may. With `hidden` 30 parameters have padding at 3 and 4 ranks. `zero`
+    are further settings of DeepSpeed's `zero_optimization`.
     """
     world = torch.distributed.get_world_size()
     settings = {
@@ -49,7 +51,7 @@ def build(
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB,
-        hidden_size=36,
+        hidden_size=hidden,
         intermediate_size=50,
         num_hidden_layers=3,
         num_attention_heads=3,
@@ -67,6 +69,11 @@ def build(
         parameters: Any = layercheck.layer_groups(model, 0.01)
     else:
         parameters = [param for param in model.parameters() if param.requires_grad]
+    if groups == "stock":
+        kinds = [[param for param in parameters if (len(param.ds_shape) > 1) == k] for k in (True, False)]
+        parameters = [
+            {"params": kind, "weight_decay": decay} for kind, decay in zip(kinds, (0.01, 0.0), strict=True)
+        ]
     make = optimizer or (lambda params: torch.optim.AdamW(params, lr=lr))
     engine, *_ = deepspeed.initialize(model=model, optimizer=make(parameters), config=settings)
     return engine

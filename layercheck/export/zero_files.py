@@ -281,7 +281,8 @@ def _param_groups(composite: Composite, layout: _Layout) -> list[dict[str, Any]]
 
 def _rates(composite: Composite, count: int) -> list[dict[str, float]]:
     """The learning rate of each group, where the run's scheduler tells; else that of its start stays."""
-    scheduler = composite.plan.trainer_state.get("lr_scheduler") or {}
+    state = composite.plan.trainer_state
+    scheduler = state.get("lr_scheduler") or state.get("hf_scheduler") or {}
     last = scheduler.get("_last_lr") or []
     if len(last) != count:
         last = last[:1] * count if len(set(last)) == 1 else []

@@ -28,6 +28,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from layercheck.errors import ConfigError, EngineRefusedError, FencedError
 from layercheck.manifest import ResumePoint
+from layercheck.model_facts import tokenizer_files
 from layercheck.session import RngPolicy, Session, attach
 from layercheck.zero3 import layer_groups
 
@@ -77,9 +78,12 @@ class LayerCheckCallback(TrainerCallback):
         assert self._session is not None, "the session opens when training begins"
         return self._session
 
-    def open(self, engine: Any, scheduler: Any) -> ResumePoint:
+    def open(self, engine: Any, scheduler: Any, tokenizer: Any = None) -> ResumePoint:
         """Attaches to the engine and recovers weights, moments, counters and learning rate. A collective."""
-        self._session = attach(engine, **self._arguments)
+        arguments = dict(self._arguments)
+        if hasattr(tokenizer, "save_pretrained"):
+            arguments.setdefault("run_info", {"tokenizer_files": tokenizer_files(tokenizer)})
+        self._session = attach(engine, **arguments)
         self.point = self._session.resume()
         self._steps_run = 0
         # A scheduler that DeepSpeed steps is part of the engine's state and is saved with that.
@@ -209,7 +213,7 @@ class LayerCheckTrainerMixin:
             return tuple(start(max_steps, per_epoch, num_epochs, folder, trial))
         model, _ = super()._prepare_for_training(max_steps, None, None)  # type: ignore[misc]
         self._prepared = model
-        point = callback.open(trainer.deepspeed, trainer.lr_scheduler)
+        point = callback.open(trainer.deepspeed, trainer.lr_scheduler, trainer.processing_class)
         if point.step > 1:
             _write_state(trainer, Path(folder), max_steps, point)
         epochs, batches = start(max_steps, per_epoch, num_epochs, folder, trial)

@@ -16,6 +16,8 @@ CONFIG = {
     "full_every": 0,
     "embedding_factor": 2,
 }
+KILL_AT, STEPS = 27, 34
+"""When the run of `killed_once` is killed, and how far it would have gone."""
 
 
 def open_session(

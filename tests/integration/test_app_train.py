@@ -232,24 +232,34 @@ def _pretrained(folder: str, storage: str) -> list[float]:
     init_distributed(config)
     dataset = open_dataset(config, dist.get_rank())
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    found = []
-    for for_recovery in (False, True):
-        model = build_model(config, dataset.tokenizer, dist.get_world_size(), for_recovery=for_recovery)
-        engine = build_engine(model, config, dist.get_world_size())
-        engine.eval()
-        batch = dataset.batch([0, 1])
-        with torch.no_grad():
-            gap = packed_logits(engine, batch, "sdpa") - packed_logits(plain, batch, "sdpa")
-        found.append(float(gap.abs().max()))
-    return found
+    engine = build_engine(build_model(config, dataset.tokenizer, dist.get_world_size()), config, 2)
+    engine.eval()
+    batch = dataset.batch([0, 1])
+    with torch.no_grad():
+        gap = packed_logits(engine, batch, "sdpa") - packed_logits(plain, batch, "sdpa")
+    _forbid_weights()
+    model = build_model(config, dataset.tokenizer, dist.get_world_size(), for_recovery=True)
+    layers = {name: tuple(param.ds_shape) for name, param in model.named_parameters()}
+    return float(gap.abs().max()), layers == {
+        name: tuple(param.shape) for name, param in plain.named_parameters()
+    }
+
+
+def _forbid_weights() -> None:
+    """From here on nothing may load or initialise a weight."""
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were loaded or initialised")
+
+    AutoModelForCausalLM.from_pretrained = forbidden
+    PreTrainedModel._initialize_weights = PreTrainedModel.init_weights = forbidden
 
 
 def test_a_local_model_folder_is_loaded_and_for_a_recovery_left_unread(tmp_path: Path) -> None:
-    for loaded, unread in run_ranks(
-        2, tmp_path, _pretrained, str(tmp_path / "model"), str(tmp_path / "runs")
-    ):
-        assert loaded < 0.02
-        assert unread > 0.05
+    for gap, complete in run_ranks(2, tmp_path, _pretrained, str(tmp_path / "model"), str(tmp_path / "runs")):
+        assert gap < 0.02
+        assert complete
 
 
 PROTECTED: dict[str, Any] = {
