@@ -98,6 +98,20 @@ def test_the_same_name_again_continues_the_run_with_all_ages_zero(head, killed):
     assert set(resumed["ages"].values()) == {0}
 
 
+def test_the_run_exports_to_a_model_with_its_tokenizer(killed, tmp_path):
+    out = tmp_path / "model"
+    command = [sys.executable, "-m", "layercheck.cli", "export", str(killed), "--to", "hf", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert len(tokenizer) <= model.config.vocab_size
+    ids = tokenizer("The statement is executed.", return_tensors="pt").input_ids
+    assert float(model(ids, labels=ids).loss) < 7.6, "an untrained model of 2,048 tokens is at 7.62"
+
+
 @pytest.mark.slow
 def test_a_live_run_is_refused_and_a_takeover_ends_it_without_a_retry(head, tmp_path):
     first = start_app(head, tmp_path, "live", **{"train.steps": 100_000})

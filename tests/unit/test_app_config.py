@@ -6,6 +6,18 @@ from app.config import Config, load_config
 from layercheck.errors import ConfigError
 
 
+def test_every_number_of_workers_that_ray_may_start_has_to_split_the_global_batch() -> None:
+    elastic = load_config("tiny", ["cluster.workers=2", "cluster.min_workers=1"])
+    assert elastic.cluster.fewest_workers == 1
+    assert [elastic.train.accumulation(n) for n in (1, 2)] == [4, 2]
+    with pytest.raises(
+        ConfigError, match=r"global_batch=12 cannot be split over 3 workers.*\[1, 2, 4\].*min_work"
+    ):
+        load_config("tiny", ["cluster.workers=4", "cluster.min_workers=2"])
+    with pytest.raises(ConfigError, match=r"cluster\.min_workers=3 is above cluster\.workers=2"):
+        load_config("tiny", ["cluster.min_workers=3"])
+
+
 @pytest.mark.parametrize("name", ["tiny", "quickstart"])
 def test_every_shipped_configuration_is_valid_and_survives_its_own_dump(name: str) -> None:
     config = load_config(name)

@@ -13,6 +13,9 @@ def test_more_workers_than_the_cluster_can_place_are_one_error(monkeypatch: pyte
     check_cluster(load_config("tiny", ["cluster.workers=2"]))
     with pytest.raises(ConfigError, match=r"cluster\.workers=4 with 1 CPUs each need 4, the cluster has 3"):
         check_cluster(load_config("tiny", ["cluster.workers=4"]))
+    check_cluster(load_config("tiny", ["cluster.workers=4", "cluster.min_workers=1", "train.micro_batch=1"]))
+    with pytest.raises(ConfigError, match=r"cluster\.min_workers=4 with 1 CPUs each need 4"):
+        check_cluster(load_config("tiny", ["cluster.workers=4", "cluster.min_workers=4"]))
     with pytest.raises(ConfigError, match="GPU"):
         check_cluster(load_config("tiny", ["cluster.gpus_per_worker=1"]))
 
