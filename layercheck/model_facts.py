@@ -43,8 +43,11 @@ def tokenizer_files(tokenizer: Any) -> dict[str, str]:
 def json_settings(group: dict[str, Any]) -> dict[str, Any]:
     """The settings of an optimizer group; what is no JSON value is left out, a tuple becomes a list."""
     values = {key: _plain(value) for key, value in group.items() if key != "params"}
-    kinds = bool | int | float | str | list | None
-    return {key: value for key, value in values.items() if isinstance(value, kinds)}
+    return {
+        key: value
+        for key, value in values.items()
+        if value is None or isinstance(value, bool | int | float | str | list)
+    }
 
 
 def _plain(value: Any) -> Any:

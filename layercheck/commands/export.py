@@ -60,7 +60,7 @@ def export(store: Store, options: ExportOptions) -> Answer:
 
 
 def _refuse_flags(options: ExportOptions) -> None:
-    foreign = {
+    foreign: dict[str, dict[str, str | int | None]] = {
         "hf": {
             "--groups": options.groups, "--world-size": options.world_size,
             "--sub-group-size": options.sub_group_size,

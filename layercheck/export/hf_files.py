@@ -139,6 +139,7 @@ def _write_file(path: Path, file: _File, params: Iterator[tuple[ParamSpec, Array
             spec, raw = next(params)
             assert spec == expected, f"{spec.name} comes where {expected.name} belongs"
             target.write(raw.data)
+            del raw  # else it would be held while the next layer is read
 
 
 def _write_header(target: BinaryIO, file: _File, dtype: str) -> None:

@@ -312,7 +312,11 @@ class _LossScaler:
         self.dynamic = False
 
 
-class _Pickler(pickle._Pickler):
+_PythonPickler: Any = pickle._Pickler
+"""The one whose handling of names can be changed."""
+
+
+class _Pickler(_PythonPickler):  # type: ignore[misc]
     """Writes the name of DeepSpeed's class for ours, so that DeepSpeed need not be imported to write it."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:

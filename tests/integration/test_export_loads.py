@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,19 @@ import pytest
 from layercheck.cli import main
 from tests import flat, micro
 from tests.harness import run_ranks
-from tests.integration.ranks import open_session
+from tests.integration.ranks import open_session, train
 
 MORE = 5
 """Steps after the load."""
+FROZEN = ("embed_tokens", "layers.0")
 
 
 def _go_on(engine: Any, first: int) -> list[float]:
     return [micro.train_step(engine, step) for step in range(first, first + MORE)]
 
 
-def _recovered(storage: str) -> dict[str, Any]:
-    engine = micro.build(99)
+def _recovered(storage: str, **build: Any) -> dict[str, Any]:
+    engine = micro.build(99, **build)
     session = open_session(engine, storage)
     point = session.resume()
     session.close("failed")
@@ -42,13 +44,14 @@ def _loaded(folder: str, **build: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _both(storage: str, zero: str, hf: list[str]) -> dict[str, Any]:
+def _both(storage: str, zero: str, padded: str, hf: list[str]) -> dict[str, Any]:
     """What LayerCheck recovers and what DeepSpeed loads; on rank 0 also what the others read."""
     import torch.distributed as dist
 
     found = {"recovered": _recovered(storage), "loaded": _loaded(zero)}
     if dist.get_rank() == 0:
-        found |= {"fp32": _zero_to_fp32(zero), "hf": [_from_pretrained(folder) for folder in hf]}
+        found["fp32"] = [_zero_to_fp32(zero), _zero_to_fp32(padded)]
+        found["hf"] = [_from_pretrained(folder) for folder in hf]
     return found
 
 
@@ -95,10 +98,11 @@ def found(storage: Path) -> list[dict[str, Any]]:
     """Everything on two ranks, once."""
     tmp = storage.parent
     _export(storage, tmp / "zero", "--to", "deepspeed", "--sub-group-size", "5000")
+    _export(storage, tmp / "zero5", "--to", "deepspeed", "--groups", "stock", "--world-size", "5")
     _export(storage, tmp / "hf32", "--to", "hf")
     _export(storage, tmp / "hf16", "--to", "hf", "--dtype", "bfloat16")
     hf = [str(tmp / "hf32"), str(tmp / "hf16")]
-    return run_ranks(2, tmp, _both, str(storage), str(tmp / "zero"), hf)
+    return run_ranks(2, tmp, _both, str(storage), str(tmp / "zero"), str(tmp / "zero5"), hf)
 
 
 def _whole(ranks: list[dict[str, Any]], of: str, key: str) -> np.ndarray:
@@ -119,8 +123,9 @@ def test_deepspeed_loads_the_very_state_and_goes_on_with_the_very_losses(found: 
     assert len(steps) >= 3, "a composite of equal ages shows nothing"
 
 
-def test_zero_to_fp32_gives_the_masters_and_the_tied_name(found: list[dict[str, Any]]) -> None:
-    fp32 = found[0]["fp32"]
+@pytest.mark.parametrize("padded", [False, True])
+def test_zero_to_fp32_gives_the_masters_and_the_tied_name(found: list[dict[str, Any]], padded: bool) -> None:
+    fp32 = dict(found[0]["fp32"][padded])
     np.testing.assert_array_equal(fp32.pop("lm_head.weight"), fp32["model.embed_tokens.weight"])
     masters = [key for key in found[0]["recovered"]["parts"] if key.endswith("/fp32")]
     assert sorted(masters) == sorted(f"{name}/fp32" for name in fp32)
@@ -192,3 +197,17 @@ def _model_order(storage: Path) -> list[str]:
 
 def _one(folder: str) -> dict[str, Any]:
     return _loaded(folder, groups="one", sub_group_size=10**9)
+
+
+def _frozen(storage: str, folder: str) -> tuple[list[float], list[float]]:
+    recovered = _recovered(storage, freeze=FROZEN)
+    return recovered["losses"], _loaded(folder, freeze=FROZEN)["losses"]
+
+
+@pytest.mark.slow
+def test_frozen_layers_are_exported_and_loaded(tmp_path: Path) -> None:
+    storage, steps = tmp_path / "store", 9
+    run_ranks(2, tmp_path, partial(train, freeze=FROZEN, save_at=steps), str(storage), steps)
+    _export(storage, tmp_path / "zero", "--to", "deepspeed", "--sub-group-size", "5000")
+    for recovered, loaded in run_ranks(2, tmp_path, _frozen, str(storage), str(tmp_path / "zero")):
+        assert loaded == recovered

@@ -103,7 +103,7 @@ def test_the_weights_are_the_masters_bit_for_bit_or_rounded_to_the_nearest(
 
 def test_a_large_model_is_split_over_files_with_an_index(store: Shelf, tmp_path: Path) -> None:
     whole = composite(store)
-    write_hf(whole, tmp_path, "float32", max_file_bytes=600)
+    write_hf(whole, tmp_path, "float32", max_file_bytes=400)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     sizes = {name: (tmp_path / name).stat().st_size for name in set(index["weight_map"].values())}
     assert len(sizes) == 3
