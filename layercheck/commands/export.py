@@ -48,11 +48,12 @@ def export(store: Store, options: ExportOptions) -> Answer:
     out = _free_folder(options.out)
     write = _writer_of(options, store.facts())
     temp = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    bad: tuple[BadShard, ...] = ()
     try:
         made, notes, bad = _write_until_whole(store, options, write, temp)
         nbytes = sum(path.stat().st_size for path in temp.rglob("*") if path.is_file())
         _publish(temp, out)
+    except OSError as error:  # the store raises errors of its own: this is the folder
+        raise ConfigError(f"--out {options.out}: {error.strerror or error}", path=options.out) from error
     finally:
         shutil.rmtree(temp, ignore_errors=True)
     notes += tuple(f"{shard.file} is bad, an older {shard.layer} was taken: {shard.error}" for shard in bad)

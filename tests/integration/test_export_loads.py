@@ -68,7 +68,7 @@ def _from_pretrained(folder: str) -> dict[str, Any]:
 
     model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     model.eval()
-    twin = type(model)(model.config).to(model.dtype).eval()
+    twin = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype).eval()
     twin.load_state_dict(model.state_dict())
     tokens = torch.arange(16)[None]
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_deepspeed_loads_the_very_state_and_goes_on_with_the_very_losses(found: 
         assert loaded["step"] == recovered["step"] == loaded["client"]["trainer_state"]["step"]
         assert set(loaded["parts"]) == set(recovered["parts"])
         for key, part in recovered["parts"].items():
-            assert np.array_equal(loaded["parts"][key][: part.size], part), key
+            np.testing.assert_array_equal(loaded["parts"][key], part, key)
         assert loaded["losses"] == recovered["losses"]
     steps = {
         float(found[0]["recovered"]["parts"][key]) for key in found[0]["recovered"]["parts"] if "/step" in key

@@ -84,8 +84,8 @@ def _world_sizes(storage: Path, receipt: dict[str, Any]) -> set[int]:
 
 def test_a_composite_of_two_world_sizes_is_recovered_at_either(tmp_path: Path) -> None:
     storage, notes = _killed(tmp_path)
-    _run(3, tmp_path, storage, notes, kill_at=22)
-    padded = [np.isnan(parts[key]).sum() for parts in _noted(notes, 22, 2) for key in flat.tensor_keys(parts)]
+    _run(3, tmp_path, storage, notes, kill_at=24)
+    padded = [np.isnan(parts[key]).sum() for parts in _noted(notes, 24, 2) for key in flat.tensor_keys(parts)]
     assert sum(padded) > 0, "there is padding at 3 ranks and it is loud"
     results = run_ranks(2, tmp_path, _recover, str(storage))
     receipt = results[0]["receipt"]
