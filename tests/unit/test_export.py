@@ -77,7 +77,7 @@ def test_a_folder_in_use_is_left_alone(
     (tmp_path / "out" / "mine").touch()
     below = str(tmp_path / "out" / "mine" / "below")
     assert main(["export", str(run.folder), "--to", "hf", "--out", below]) == 2
-    assert f"--out {below}: Not a directory" in capsys.readouterr().err
+    assert f"--out {below}: File exists" in capsys.readouterr().err
     assert main(["export", str(run.folder), "--to", "hf", "--out", str(tmp_path / "out")]) == 2
     assert "exists and is not empty" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
