@@ -10,7 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors import safe_open
 
-from tests import micro
+from layercheck.errors import NoPlanError
+from tests import flat, micro
+from tests.fakes import flip_bit
 from tests.harness import RankFailedError, run_ranks
 from tests.integration.ranks import CONFIG, KILL_AT, STEPS, open_session, train
 
@@ -137,3 +139,21 @@ def test_i7_a_store_without_commits_never_starts_from_zero(killed: str, tmp_path
         commit.unlink()
     with pytest.raises(RankFailedError, match=r"NoPlanError.*embed_tokens"):
         run_ranks(2, tmp_path, _resume_and_look, killed)
+
+
+def _refused(storage: str) -> tuple[str, bool]:
+    engine = micro.build(99)
+    before = flat.parts_of(engine)
+    with pytest.raises(NoPlanError) as caught:
+        open_session(engine, storage).resume()
+    after = flat.parts_of(engine)
+    return str(caught.value), all(np.array_equal(before[key], after[key]) for key in before | after)
+
+
+def test_a_recovery_that_fails_half_way_leaves_the_engine_as_it_was(killed: str, tmp_path: Path) -> None:
+    for row in _events(killed):
+        if row["layer"] == "layers.2" and row["rank"] == 1:
+            flip_bit(Path(killed, "run/layercheck", row["file"]), 8 * row["begin"])
+    for message, unchanged in run_ranks(2, tmp_path, _refused, killed):
+        assert "no usable version of layers.2" in message
+        assert unchanged, "the other layers had been fetched when the last version of this one proved bad"
