@@ -203,10 +203,10 @@ class Zero3Engine:
         """Steps whose update was skipped because of an overflow."""
         return int(self.engine.skipped_steps)
 
-    def grad_norm(self) -> float | None:
-        """Global gradient norm of the last step that was not skipped, before clipping."""
-        norm = self.engine.get_global_grad_norm()
-        return None if norm is None else float(norm)
+    def grad_norm(self) -> Tensor | float | None:
+        """Global gradient norm of the last step that was not skipped, before clipping; may be on a device."""
+        norm: Tensor | float | None = self.engine.get_global_grad_norm()
+        return norm
 
     def global_state(self) -> dict[str, Any]:
         """Everything beside the layers that the next step depends on, as JSON values."""
