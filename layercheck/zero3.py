@@ -292,7 +292,14 @@ class Zero3Engine:
                     state[key] = torch.zeros_like(flat, requires_grad=False)
                 state[key].detach().narrow(0, part.begin, part.numel).copy_(value)
         for key, packed in scalars.items():
-            self.optimizer.state[flat][key] = unpack_scalar(packed)
+            self.optimizer.state[flat][key] = self._placed(part.sub_group, unpack_scalar(packed))
+
+    def _placed(self, sub_group: int, value: Any) -> Any:
+        """Torch keeps the step of a fused or capturable optimizer beside the weights, else on the host."""
+        group = self.optimizer.param_groups[self.sub_groups[sub_group].group]
+        if isinstance(value, Tensor) and (group.get("fused") or group.get("capturable")):
+            return value.to(self.sub_groups[sub_group].flat.device)
+        return value
 
     def clear_state(self, sub_group: int) -> None:
         """Forgets the optimizer state of one sub-group, before older state (or none) is put in."""
