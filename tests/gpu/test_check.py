@@ -22,6 +22,7 @@ def _measure_tiny(storage: str) -> dict[str, Any]:
     return measure(TINY, "cpu", STEPS, storage)
 
 
+@pytest.mark.slow
 def test_the_check_finds_a_cpu_run_exact_and_measures_its_steps(tmp_path: Path) -> None:
     (found,) = run_ranks(1, tmp_path, _measure_tiny, str(tmp_path / "store"))
     json.dumps(found)

@@ -23,7 +23,9 @@ def chosen(step: int, *layers: str) -> PersistDecision:
 
 def lagging(**drift: str) -> Ledger:
     """Steps 1 to 4 reported, "layers.0" chosen after step 5, of which nothing is known yet."""
-    ledger = Ledger.fresh(MAP, config(warmup_steps=4, warmup_full_every=2, s_max=40, drift=drift), lag=1)
+    ledger = Ledger.fresh(
+        MAP, config(warmup_steps=4, warmup_full_every=2, s_max=40, target_interval=10, drift=drift), lag=1
+    )
     ledger.select(chosen(0, *NAMES))
     for step in (1, 2, 3, 4):
         ledger.observe(report(step, distance=2.0 * step if drift else None))
@@ -59,7 +61,15 @@ def test_the_calibration_sees_the_step_of_a_distance_also_where_a_version_came_b
     rates = []
     for full in (False, True):
         ledger = Ledger.fresh(
-            MAP, config(warmup_steps=8, warmup_full_every=4, s_max=40, drift={"kind": "displacement"}), lag=1
+            MAP,
+            config(
+                warmup_steps=8,
+                warmup_full_every=4,
+                s_max=40,
+                target_interval=10,
+                drift={"kind": "displacement"},
+            ),
+            lag=1,
         )
         ledger.select(chosen(0, *NAMES))
         for step in range(1, 8):
