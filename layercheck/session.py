@@ -352,12 +352,11 @@ class Session:
             FencedError, NonFiniteStateError: what `after_step` would have raised at the next step.
         """
         self.meter.close()
-        opened = self._open
-        if opened is not None and how == "completed":
-            self._settle(opened)
-        if self._open is None:
+        if self._open is not None and how == "completed":
+            self._settle(self._open)
+        opened, self._open = self._open, None
+        if opened is None:
             return
-        self._open = None
         if not opened.writer.close(CLOSE_S):
             log.error("%d bytes were not durable %g s after the end", opened.writer.backlog_bytes, CLOSE_S)
         opened.taker.close()

@@ -11,7 +11,6 @@ Copies end in the order in which they were queued. So a buffer that is given bac
 old copy into it is still queued ends up with the newer bytes.
 """
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,9 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from layercheck.device_event import DeviceEvent
 from layercheck.errors import StorageError
-
-_POLL_S = 5e-4
 
 
 class Copied(Protocol):
@@ -96,9 +94,9 @@ class StreamCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._newest: torch.cuda.Event | None = None
-        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._newest: DeviceEvent | None = None
+        self._waits: deque[tuple[DeviceEvent, DeviceEvent]] = deque()
 
     @contextmanager
     def copying(self) -> Iterator[None]:  # noqa: D102
@@ -110,36 +108,30 @@ class StreamCopier:
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> Copied:  # noqa: D102
-        self._newest = torch.cuda.Event()
-        self._newest.record(self._stream)
+        self._newest = DeviceEvent(self._stream)
         return _OnStream(self._newest)
 
     def hold_back(self) -> None:  # noqa: D102
         if self._newest is None:
             return
         compute = torch.cuda.current_stream(self._device)
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record(compute)
-        compute.wait_event(self._newest)
-        after.record(compute)
-        self._waits.append((before, after))
+        before = DeviceEvent(compute, timed=True)
+        self._newest.hold_back(compute)
+        self._waits.append((before, DeviceEvent(compute, timed=True)))
         self._newest = None
 
     def take_stall_s(self) -> float:  # noqa: D102
         stall_s = 0.0
-        while self._waits and self._waits[0][1].query():
+        while self._waits and self._waits[0][1].is_over:
             before, after = self._waits.popleft()
-            stall_s += before.elapsed_time(after) / 1000
+            stall_s += before.seconds_until(after)
         return stall_s
 
 
 class _OnStream:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: DeviceEvent) -> None:
         self._event = event
 
     def wait(self, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
-        while not self._event.query():
-            if time.monotonic() > deadline:
-                raise StorageError(f"a copy from the device did not end within {limit_s:g} s")
-            time.sleep(_POLL_S)
+        if not self._event.wait(limit_s):
+            raise StorageError(f"a copy from the device did not end within {limit_s:g} s")

@@ -37,6 +37,7 @@ from layercheck.zero3 import ParamSlice, Zero3Engine
 BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK = 4096
 _FEWEST_BLOCKS = 64
+_PIECE_BLOCKS = 64
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
@@ -60,10 +61,12 @@ class StagingPool:
     def __init__(self, capacity_bytes: int, pin: bool = False) -> None:
         block_bytes = max(_SMALLEST_BLOCK, min(BLOCK_BYTES, -(-capacity_bytes // _FEWEST_BLOCKS)))
         count = max(2, -(-capacity_bytes // block_bytes))
-        memory = torch.empty(count, block_bytes, dtype=torch.uint8, pin_memory=pin)
+        # In pieces: torch rounds each request for pinned memory up to a power of two.
+        pieces = [min(_PIECE_BLOCKS, count - begin) for begin in range(0, count, _PIECE_BLOCKS)]
+        memory = [torch.empty(n, block_bytes, dtype=torch.uint8, pin_memory=pin) for n in pieces]
         self.block_bytes = block_bytes
         self.capacity_bytes = count * block_bytes
-        self._free = [Block(row, memoryview(row.numpy())) for row in memory]
+        self._free = [Block(row, memoryview(row.numpy())) for piece in memory for row in piece]
         self._changed = threading.Condition()
 
     def take(self, timeout_s: float) -> Block:

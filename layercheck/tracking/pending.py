@@ -5,7 +5,6 @@ training thread, which decides by the report one step later, and the writer, whi
 is durable before the report of its step was clean (I13).
 """
 
-import time
 from collections.abc import Callable
 from threading import Lock
 
@@ -13,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from layercheck.device_event import DeviceEvent
 from layercheck.errors import LayerCheckError
 from layercheck.manifest import DriftReport
 
 REPORT_S = 1800.0
 """Limit of the wait for a device; on a host the limit is that of the process group's own collectives."""
-_POLL_S = 2e-4
 
 
 class PendingReport:
@@ -36,14 +35,15 @@ class PendingReport:
         self._report: DriftReport | None = None
         self._lock = Lock()
         self._host = vector
-        self._copied: torch.cuda.Event | None = None
-        self._work = dist.all_reduce(vector, async_op=True)
+        self._copied: DeviceEvent | None = None
+        work = dist.all_reduce(vector, async_op=True)
+        assert work is not None, "this rank belongs to the default group"
+        self._work = work
         if vector.is_cuda:
             self._work.wait()  # makes the stream wait for the sum, not the host
             self._host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
             self._host.copy_(vector, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied = DeviceEvent()
 
     def result(self, limit_s: float = REPORT_S) -> DriftReport:
         """The report, the same on every rank and at every call. From any thread; waits at most `limit_s`.
@@ -61,13 +61,9 @@ class PendingReport:
     def _wait(self, limit_s: float) -> None:
         if self._copied is None:
             self._work.wait()
-            return
-        deadline = time.monotonic() + limit_s
-        while not self._copied.query():
-            if time.monotonic() > deadline:
-                raise LayerCheckError(
-                    f"the reduced drift of step {self.step} did not come within {limit_s:g} s: "
-                    "another rank is gone or stands still",
-                    step=self.step,
-                )
-            time.sleep(_POLL_S)
+        elif not self._copied.wait(limit_s):
+            raise LayerCheckError(
+                f"the reduced drift of step {self.step} did not come within {limit_s:g} s: "
+                "another rank is gone or stands still",
+                step=self.step,
+            )

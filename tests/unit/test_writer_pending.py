@@ -41,7 +41,7 @@ class Promise:
 
     def result(self, limit_s: float) -> DriftReport:
         self.asked.set()
-        assert self.came.wait(30)
+        assert self.came.wait(10)
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return self.outcome
@@ -77,7 +77,7 @@ def test_i13_an_event_is_recorded_only_when_its_report_has_come_and_is_clean(
     writer = ShardWriter(storage, listener, 0, 1, retries=0, timeout_s=30)  # type: ignore[arg-type]
     free = len(pool._free)
     writer.submit(snapshot(pool), promise)  # type: ignore[arg-type]
-    assert promise.asked.wait(30)
+    assert promise.asked.wait(10)
     assert storage.size(EVENT.shard_file(0)), "the shard is durable while the report is awaited"
     assert len(pool._free) == free, "its memory is free again"
     assert listener.recorded == []
