@@ -11,12 +11,13 @@ from layercheck.config import LayerCheckConfig
 from layercheck.coordination.link import HeartbeatLink
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.manifest import AttemptGrant, DriftReport, Receipt, TrainerState
+from layercheck.overlap import Overlap
 from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
 from layercheck.persistence.storage import Storage
 from layercheck.persistence.writer import ShardWriter
 from layercheck.step_report import StepReport
 from layercheck.tracking.drift import LOST_SLOTS, RankNotices
-from layercheck.tracking.ledger import REASON_WINDOW, Ledger
+from layercheck.tracking.ledger import REASON_WINDOW, Ledger, LedgerEvents
 from layercheck.tracking.run_log import RunLog
 from layercheck.zero3 import Zero3Engine
 
@@ -31,6 +32,9 @@ class Attempt:
         number: the attempt's number.
         step: newest step that `after_step` saw; `skipped` the engine's count then.
         part: number of `save_now` events taken.
+        state: trainer state of that step; `complete` that of the newest step whose report is clean, which is
+            what heartbeats carry; `unreported` those in between, by step.
+        backlog: bytes that the slowest rank still had to write, by the newest report.
         since: when training began, monotonic seconds.
         told_lost: lost events that went through the all-reduce already.
         ended: when `after_step` last returned, monotonic seconds.
@@ -50,6 +54,9 @@ class Attempt:
     skipped: int = 0
     part: int = 0
     state: TrainerState = field(default_factory=dict)
+    complete: TrainerState = field(default_factory=dict)
+    unreported: dict[int, TrainerState] = field(default_factory=dict)
+    backlog: float = 0.0
     since: float = field(default_factory=time.monotonic)
     told_lost: set[int] = field(default_factory=set)
     ended: float = field(default_factory=time.monotonic)
@@ -71,12 +78,21 @@ class Attempt:
         own, self.alerts = self.alerts, []
         return (*own, *self.writer.take_alerts(), *told)
 
-    def note(self, step: StepReport, report: DriftReport) -> None:
+    def observe(self, report: DriftReport) -> LedgerEvents:
+        """Takes in one clean report; on rank 0 also into the tables."""
+        events = self.ledger.observe(report)
+        self.complete = self.unreported.pop(report.step, self.complete)
+        self.backlog = report.backlog
+        if self.run_log is not None:
+            self.run_log.observed(report, self.ledger)
+        return events
+
+    def note(self, step: StepReport) -> None:
         """Keeps what a step cost and how fresh the store is: the next heartbeat takes it to the metrics."""
-        thresholds, drift = self.ledger.thresholds(step.step, report.lr), self.ledger.drift
+        thresholds, drift = self.ledger.thresholds(step.step, self.ledger.lr), self.ledger.drift
         self.costs = {
             "stall_s": self.costs.get("stall_s", 0.0) + step.stall_s,
-            "inflight_bytes": report.backlog,
+            "inflight_bytes": self.backlog,
             "max_age": step.max_age,
             "weighted_age": step.weighted_age,
             "drift_ratio": max((drift[name] / k for name, k in thresholds.items() if k), default=0.0),
@@ -123,6 +139,7 @@ def start_attempt(
     config: LayerCheckConfig,
     grant: AttemptGrant,
     receipt: Receipt | None,
+    overlap: Overlap,
 ) -> Attempt:
     """Starts the threads and books of an attempt that was granted and, if it has a plan, restored."""
     pool = StagingPool(config.staging_bytes or _staging_bytes(zero3), pin=zero3.on_accelerator)
@@ -139,11 +156,11 @@ def start_attempt(
     return Attempt(
         number=grant.attempt,
         ledger=(
-            Ledger.fresh(zero3.layer_map, config, zero3.initial_lr)
+            Ledger.fresh(zero3.layer_map, config, zero3.initial_lr, overlap.lag)
             if grant.plan is None
-            else Ledger.resumed(zero3.layer_map, config, grant.plan, zero3.initial_lr)
+            else Ledger.resumed(zero3.layer_map, config, grant.plan, zero3.initial_lr, overlap.lag)
         ),
-        taker=SnapshotTaker(zero3, pool, config.storage_wait_s),
+        taker=SnapshotTaker(zero3, pool, config.storage_wait_s, overlap.copier),
         writer=writer,
         link=HeartbeatLink(coordinator, grant.attempt) if leads else None,
         run_log=RunLog(run_folder, grant.attempt, *metrics) if leads else None,

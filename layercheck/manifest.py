@@ -6,6 +6,7 @@ Records that storage keeps are pydantic models, checked when read back; nothing 
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isfinite
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -59,6 +60,11 @@ class DriftReport:
     displacement: dict[str, float] | None = None
     step_s: float = 0.0
     stall_s: float = 0.0
+
+    @property
+    def is_clean(self) -> bool:
+        """False if the state of this step must never be committed (I13)."""
+        return not self.errors and all(map(isfinite, self.delta.values()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,20 +5,20 @@ knows both. All methods are collectives: every rank calls them at the same step.
 """
 
 import logging
-import math
 import time
 import uuid
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from layercheck.attempt import Attempt, start_attempt
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.in_process import RankZeroClient, in_process_client
 from layercheck.coordination.protocol import CoordinatorClient
-from layercheck.errors import AgeBoundError, FencedError, LayerCheckError, NonFiniteStateError, StorageError
+from layercheck.errors import AgeBoundError, LayerCheckError, NonFiniteStateError, StorageError
+from layercheck.exchange import Exchange
 from layercheck.manifest import (
     AttemptGrant,
-    DriftReport,
     EventId,
     LayerWrite,
     PersistDecision,
@@ -26,6 +26,7 @@ from layercheck.manifest import (
     ResumePoint,
     TrainerState,
 )
+from layercheck.overlap import overlap_of
 from layercheck.persistence.shard_file import RngState
 from layercheck.persistence.storage import Storage, open_run_folder, open_storage
 from layercheck.recovery import rng as random_state
@@ -37,11 +38,10 @@ from layercheck.tracking.policy import decide
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
-POLL_S = 0.05
-ANSWER_S = 1.0
 CLOSE_S = 60.0
 LATER_STEPS = 20
 RngPolicy = Literal["keyed", "captured"]
+T = TypeVar("T")
 
 
 def attach(
@@ -106,7 +106,9 @@ class Session:
         self._submission = submission
         self._rng: RngPolicy = rng
         self._recovered_rng: RngState | None = None
+        self._overlap = overlap_of(zero3)
         self.meter = DriftMeter(zero3, config.drift)
+        self._ranks = Exchange(zero3, self.meter, submission.run)
         self._open: Attempt | None = None
 
     # ------------------------------------------------------------------ resume
@@ -125,8 +127,16 @@ class Session:
         except BaseException:
             self._close_own_coordinator()
             raise
+        self.meter.lag = self._overlap.lag
         self._open = opened = start_attempt(
-            self._zero3, self._storage, self._run_folder, self._coordinator, self._config, grant, receipt
+            self._zero3,
+            self._storage,
+            self._run_folder,
+            self._coordinator,
+            self._config,
+            grant,
+            receipt,
+            self._overlap,
         )
         plan = grant.plan
         if plan is None:
@@ -135,7 +145,8 @@ class Session:
         self._zero3.set_global_state(plan.resume_step - 1, plan.trainer_state)
         opened.step, opened.skipped = self._zero3.step, self._zero3.skipped
         self.meter.take(opened.step, self._zero3.slices)
-        self._announce(opened, plan.trainer_state)
+        opened.complete = plan.trainer_state
+        self._announce(opened)
         if opened.link is not None and receipt is not None:
             opened.link.note_receipt(receipt)
             log.warning("%s", in_words(receipt))
@@ -163,8 +174,9 @@ class Session:
         opened = self._need_open()
         decision = decide(opened.ledger.facts(0, 0.0), self._config)
         self._save(opened, decision, {"step": 0})
-        self._announce(opened, {"step": 0})
-        self._wait_for_commits(opened, {"step": 0}, 0.0)
+        opened.complete = {"step": 0}
+        self._announce(opened)
+        self._wait_for_commits(opened, {"step": 0})
         self.meter.reset()
 
     # ------------------------------------------------------------------ after every step
@@ -192,19 +204,17 @@ class Session:
         opened.step, opened.step_s = step, started - opened.ended
         state: TrainerState = {**(trainer_state or {}), "step": step, **self._zero3.global_state()}
         opened.state = state
-        report = self._exchange(opened, step, self._is_poisoned(opened, state))
-        self._refuse_poison(opened, report)
-        self._observe(opened, report)
-        decision = decide(opened.ledger.facts(step, report.lr), self._config)
+        self._exchange(lambda: self._ranks.step(opened, step, state))
+        decision = decide(opened.ledger.facts(step, opened.ledger.lr), self._config)
         tracked = time.monotonic()
         nbytes = self._save(opened, decision, state)
-        self._announce(opened, state)
+        self._announce(opened)
         if decision.must_wait:
-            self._wait_for_commits(opened, state, report.lr)
-        finished = time.monotonic()
+            self._wait_for_commits(opened, state)
+        stall_s = time.monotonic() - tracked + opened.taker.take_stall_s()
         result = StepReport(
             step=step,
-            stall_s=finished - tracked,
+            stall_s=stall_s,
             tracking_s=tracked - started,
             layers_written=len(decision.writes),
             bytes_written=nbytes,
@@ -214,46 +224,24 @@ class Session:
             alerts=opened.take_alerts(),
         )
         if opened.run_log is not None:
-            opened.run_log.step(result, state, report, decision, opened.ledger)
-            opened.note(result, report)
+            opened.run_log.step(result, state, decision, opened.ledger)
+            opened.note(result)
         self._complete_receipt(opened, step, state)
         opened.stall_s, opened.ended = result.stall_s, time.monotonic()
         return result
 
-    def _exchange(self, opened: Attempt, step: int, error: bool = False) -> DriftReport:
-        report = self.meter.reduce(step, replace(opened.notices(), error=error))
-        if report.fenced:
-            raise FencedError(
-                f"attempt {opened.number} of run {self._submission.run} was taken over at step {step}",
-                step=step,
-            )
-        return report
+    def _exchange(self, tell: Callable[[], T]) -> T:
+        """Whatever the ranks hear of a poisoned state ends the attempt before it is raised (I13)."""
+        try:
+            return tell()
+        except NonFiniteStateError as error:
+            self.close("failed", error.message)
+            raise
 
-    def _observe(self, opened: Attempt, report: DriftReport) -> None:
-        events = opened.ledger.observe(report)
-        self.meter.settle(events.committed, events.lost)
-        if events.still and opened.link is not None:
-            log.warning("not moving by step %d: %s; are their updates seen?", report.step, events.still)
-
-    def _is_poisoned(self, opened: Attempt, state: TrainerState) -> bool:
-        if self._zero3.skipped > opened.skipped:
-            opened.skipped = self._zero3.skipped
-            return False
-        values = (state.get("loss"), self._zero3.grad_norm())
-        return any(value is not None and not math.isfinite(value) for value in values)
-
-    def _refuse_poison(self, opened: Attempt, report: DriftReport) -> None:
-        layer = opened.ledger.non_finite(report)
-        if layer is None and not report.errors:
-            return
-        what = (
-            f"layer {layer} moved by a non-finite amount"
-            if layer
-            else "the loss or gradient norm is not finite"
-        )
-        reason = f"step {report.step}: {what}; nothing of this step was saved, collection is frozen"
-        self.close("failed", reason)
-        raise NonFiniteStateError(reason, step=report.step, layer=layer)
+    def _settle(self, opened: Attempt) -> None:
+        """Hears what is still on its way, so that the newest step is known to be clean and complete."""
+        if self._exchange(lambda: self._ranks.settle(opened)):
+            self._announce(opened)
 
     def _save(self, opened: Attempt, decision: PersistDecision, state: TrainerState, part: int = 0) -> int:
         """Copies the chosen layers and hands them to the writer; returns this rank's bytes."""
@@ -266,7 +254,8 @@ class Session:
         event = EventId(step=decision.step, attempt=opened.number, part=part)
         try:
             rng = random_state.capture() if self._rng == "captured" else None
-            snapshot = opened.taker.take(event, decision, state, opened.writer.submit, rng)
+            submit = partial(opened.writer.submit, pending=self.meter.newest_pending)
+            snapshot = opened.taker.take(event, decision, state, submit, rng)
         except StorageError as error:
             # The writer reports this event as lost; its drift comes back by the notice (I9).
             opened.alert(f"event {event.folder} is lost: {error}")
@@ -279,37 +268,28 @@ class Session:
             )
         return snapshot.layout.total
 
-    def _announce(self, opened: Attempt, state: TrainerState) -> None:
+    def _announce(self, opened: Attempt) -> None:
         if opened.link is not None:
-            state = {**state, "layercheck": opened.ledger.to_state() | {"costs": opened.costs}}
+            state = {**opened.complete, "layercheck": opened.ledger.to_state() | {"costs": opened.costs}}
             opened.link.post(state["step"], state, opened.ledger.drift)
 
-    def _wait_for_commits(self, opened: Attempt, state: TrainerState, lr: float) -> None:
+    def _wait_for_commits(self, opened: Attempt, state: TrainerState) -> None:
         """Blocks all ranks while a layer is at its limit (I1); the repeated all-reduce brings the commits."""
+        self._settle(opened)
         step = state["step"]
         deadline = time.monotonic() + self._config.storage_wait_s
-        while (decision := decide(opened.ledger.facts(step, lr), self._config)).must_wait:
+        while (decision := decide(opened.ledger.facts(step, opened.ledger.lr), self._config)).must_wait:
             # Not empty only if the event of an earlier step was lost while we waited.
             self._save(opened, decision, state)
             if self._config.on_bound == "continue" and step > 0:
                 opened.alert(f"the age bound s_max={self._config.s_max} is broken at step {step}")
                 return
-            if not opened.ledger.versions.in_flight or self._poll(opened, step, deadline).errors:
+            if not opened.ledger.versions.in_flight or self._ranks.poll(opened, step, deadline).errors:
                 raise AgeBoundError(
                     f"step {step}: a layer is s_max={self._config.s_max} steps old and nothing newer was "
                     f"committed within storage_wait_s={self._config.storage_wait_s:g}, or its save was lost",
                     step=step,
                 )
-
-    def _poll(self, opened: Attempt, step: int, deadline: float) -> DriftReport:
-        """One look of waiting ranks at the news; `errors` tells all of them alike that time is up."""
-        if opened.link is not None:
-            time.sleep(POLL_S)
-            opened.link.wait_for_answer(ANSWER_S)
-        is_late = opened.link is not None and time.monotonic() > deadline
-        report = self._exchange(opened, step, error=is_late)
-        self._observe(opened, report)
-        return report
 
     def _complete_receipt(self, opened: Attempt, step: int, state: TrainerState) -> None:
         receipt = opened.receipt
@@ -333,6 +313,7 @@ class Session:
             StorageError: it was not committed within `storage_wait_s`.
         """
         opened = self._need_open()
+        self._settle(opened)
         step = opened.step
         state: TrainerState = {**(trainer_state or opened.state), "step": step, **self._zero3.global_state()}
         drift, ages = opened.ledger.drift, opened.ledger.ages(step)
@@ -345,10 +326,11 @@ class Session:
         )
         opened.part += 1
         self._save(opened, decision, state, part=opened.part)
-        self._announce(opened, state)
+        opened.complete = state
+        self._announce(opened)
         deadline = time.monotonic() + self._config.storage_wait_s
         while True:
-            report = self._poll(opened, step, deadline)
+            report = self._ranks.poll(opened, step, deadline)
             if (report.committed_step, report.committed_part) >= (step, opened.part):
                 opened.ledger.saved_now(step)
                 self.meter.take(step, opened.ledger.full_set)
@@ -365,13 +347,19 @@ class Session:
         Args:
             how: `completed`, `failed` or `fenced`.
             reason: for people, if it did not complete.
+
+        Raises:
+            FencedError, NonFiniteStateError: what `after_step` would have raised at the next step.
         """
         self.meter.close()
+        if self._open is not None and how == "completed":
+            self._settle(self._open)
         opened, self._open = self._open, None
         if opened is None:
             return
         if not opened.writer.close(CLOSE_S):
             log.error("%d bytes were not durable %g s after the end", opened.writer.backlog_bytes, CLOSE_S)
+        opened.taker.close()
         if opened.run_log is not None:
             opened.run_log.close()
         if opened.link is not None:

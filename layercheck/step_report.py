@@ -8,7 +8,8 @@ class StepReport:
     """What one step cost and how fresh the store is.
 
     Attributes:
-        stall_s: seconds for which training waited for a save.
+        stall_s: seconds for which training waited for a save; that of an accelerator is told a step or two
+            later, when it is known without asking for it.
         tracking_s: seconds of `after_step` without the save.
         still_layers: trainable layers whose measured movement has been zero for a whole rotation: an alarm.
         alerts: what a person should know since the last step; the coordinator's come on rank 0.

@@ -203,10 +203,10 @@ class Zero3Engine:
         """Steps whose update was skipped because of an overflow."""
         return int(self.engine.skipped_steps)
 
-    def grad_norm(self) -> float | None:
-        """Global gradient norm of the last step that was not skipped, before clipping."""
-        norm = self.engine.get_global_grad_norm()
-        return None if norm is None else float(norm)
+    def grad_norm(self) -> Tensor | float | None:
+        """Global gradient norm of the last step that was not skipped, before clipping; may be on a device."""
+        norm: Tensor | float | None = self.engine.get_global_grad_norm()
+        return norm
 
     def global_state(self) -> dict[str, Any]:
         """Everything beside the layers that the next step depends on, as JSON values."""
@@ -292,7 +292,14 @@ class Zero3Engine:
                     state[key] = torch.zeros_like(flat, requires_grad=False)
                 state[key].detach().narrow(0, part.begin, part.numel).copy_(value)
         for key, packed in scalars.items():
-            self.optimizer.state[flat][key] = unpack_scalar(packed)
+            self.optimizer.state[flat][key] = self._placed(part.sub_group, unpack_scalar(packed))
+
+    def _placed(self, sub_group: int, value: Any) -> Any:
+        """Torch keeps the step of a fused or capturable optimizer beside the weights, else on the host."""
+        group = self.optimizer.param_groups[self.sub_groups[sub_group].group]
+        if isinstance(value, Tensor) and (group.get("fused") or group.get("capturable")):
+            return value.to(self.sub_groups[sub_group].flat.device)
+        return value
 
     def clear_state(self, sub_group: int) -> None:
         """Forgets the optimizer state of one sub-group, before older state (or none) is put in."""

@@ -3,7 +3,8 @@
 States of one event on one rank:
 1. `take` lays the shard file out and hands the snapshot to the writer, still empty (training thread).
 2. `take` fills block after block; the writer may already write the first ones (training | writer thread).
-3. `take` returns: the bytes are those of this step, the optimizer may step again (training thread).
+3. `take` returns: the bytes are, or on an accelerator will be, those of this step (training thread). The
+   optimizer may step again: `Copier.hold_back` is called before each of its updates.
 4. the writer releases the blocks when the file is durable or given up (writer thread).
 
 An event that is larger than the whole pool streams through it: blocks go back as they are written, training
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from layercheck.errors import StorageError
 from layercheck.manifest import EventId, LayerWrite, PersistDecision, TrainerState
+from layercheck.persistence.copier import Copied, Copier
 from layercheck.persistence.shard_file import (
     RngState,
     ShardAbout,
@@ -35,6 +37,7 @@ from layercheck.zero3 import ParamSlice, Zero3Engine
 BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK = 4096
 _FEWEST_BLOCKS = 64
+_PIECE_BLOCKS = 64
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
@@ -58,10 +61,12 @@ class StagingPool:
     def __init__(self, capacity_bytes: int, pin: bool = False) -> None:
         block_bytes = max(_SMALLEST_BLOCK, min(BLOCK_BYTES, -(-capacity_bytes // _FEWEST_BLOCKS)))
         count = max(2, -(-capacity_bytes // block_bytes))
-        memory = torch.empty(count, block_bytes, dtype=torch.uint8, pin_memory=pin)
+        # In pieces: torch rounds each request for pinned memory up to a power of two.
+        pieces = [min(_PIECE_BLOCKS, count - begin) for begin in range(0, count, _PIECE_BLOCKS)]
+        memory = [torch.empty(n, block_bytes, dtype=torch.uint8, pin_memory=pin) for n in pieces]
         self.block_bytes = block_bytes
         self.capacity_bytes = count * block_bytes
-        self._free = [Block(row, memoryview(row.numpy())) for row in memory]
+        self._free = [Block(row, memoryview(row.numpy())) for piece in memory for row in piece]
         self._changed = threading.Condition()
 
     def take(self, timeout_s: float) -> Block:
@@ -92,17 +97,17 @@ class BlockStream:
         self.copy_s = 0.0
         self._started = time.monotonic()
         self._pool = pool
-        self._filled: list[tuple[Block, int]] = []
+        self._filled: list[tuple[Block, int, Copied]] = []
         self._state: str = "filling"
         self._changed = threading.Condition()
 
-    def append(self, block: Block, nbytes: int) -> None:
-        """Adds one filled block; after `release` it goes straight back."""
+    def append(self, block: Block, nbytes: int, copied: Copied) -> None:
+        """Adds one block that is filled, or will be; after `release` it goes straight back."""
         with self._changed:
             if self._state == "released":
                 self._pool.give([block])
                 return
-            self._filled.append((block, nbytes))
+            self._filled.append((block, nbytes, copied))
             self._changed.notify_all()
 
     def finish(self, complete: bool) -> None:
@@ -128,7 +133,8 @@ class BlockStream:
                     raise StorageError("the snapshot was given up before all its bytes were copied")
                 if len(self._filled) <= position:
                     return
-                block, nbytes = self._filled[position]
+                block, nbytes, copied = self._filled[position]
+            copied.wait(timeout_s)
             yield block.view[:nbytes]
             if self.streaming:
                 with self._changed:
@@ -144,7 +150,7 @@ class BlockStream:
         """Gives all blocks back; later ones go back as they come."""
         with self._changed:
             self._state = "released"
-            blocks = [block for block, _ in self._filled]
+            blocks = [block for block, *_ in self._filled]
             self._filled.clear()
             self._changed.notify_all()
         self._pool.give(blocks)
@@ -162,12 +168,22 @@ class Snapshot:
 
 
 class SnapshotTaker:
-    """Takes snapshots of an engine into one staging pool."""
+    """Takes snapshots of an engine into one staging pool. Ends with `close`.
 
-    def __init__(self, zero3: Zero3Engine, pool: StagingPool, wait_s: float) -> None:
+    Args:
+        zero3: the engine.
+        pool: host buffers, pinned if the copier needs that.
+        wait_s: limit of the wait for a free buffer.
+        copier: fills them.
+    """
+
+    def __init__(self, zero3: Zero3Engine, pool: StagingPool, wait_s: float, copier: Copier) -> None:
         self._zero3 = zero3
         self._pool = pool
         self._wait_s = wait_s
+        self._copier = copier
+        self.take_stall_s = copier.take_stall_s
+        self.close = zero3.on_update(lambda group, lr: copier.hold_back(), lambda group: None)
 
     def take(
         self,
@@ -177,7 +193,7 @@ class SnapshotTaker:
         submit: Callable[[Snapshot], None],
         rng: RngState | None = None,
     ) -> Snapshot:
-        """Copies the chosen layers; at return the live state may change.
+        """Copies the chosen layers; at return the optimizer may step.
 
         `rng` rides in the file's header.
 
@@ -192,7 +208,8 @@ class SnapshotTaker:
         submit(snapshot)
         complete = False
         try:
-            self._fill(stream, sources)
+            with self._copier.copying():
+                self._fill(stream, sources)
             complete = True
         finally:
             stream.finish(complete)
@@ -238,9 +255,9 @@ class SnapshotTaker:
             raw, done = source.view(torch.uint8), 0
             while done < raw.numel():
                 if used == size:
-                    stream.append(block, used)
+                    stream.append(block, used, self._copier.mark())
                     block, used = self._pool.take(self._wait_s), 0
                 count = min(size - used, raw.numel() - done)
-                block.tensor[used : used + count].copy_(raw[done : done + count])
+                self._copier.copy(block.tensor[used : used + count], raw[done : done + count])
                 used, done = used + count, done + count
-        stream.append(block, used)
+        stream.append(block, used, self._copier.mark())

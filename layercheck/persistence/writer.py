@@ -3,6 +3,10 @@
 A failed write is tried again with growing pauses; an event that still fails is reported as lost, its drift
 comes back by the coordinator's notice, an alert is raised, and training goes on (I9). Nothing that happens in
 this thread is raised in the training thread: one rank that left its loop alone would hang all the others.
+
+With a lag (on an accelerator) an event is taken before anybody knows whether its state is finite. Its shards
+are written meanwhile, but the coordinator hears of them only after the report of that step was clean (I13):
+without the word of every rank there is no commit, and a crash in between leaves shards that nobody reads.
 """
 
 import logging
@@ -19,6 +23,7 @@ from layercheck.manifest import ShardRecord
 from layercheck.persistence.shard_file import ShardLayout
 from layercheck.persistence.snapshot import Snapshot
 from layercheck.persistence.storage import Storage
+from layercheck.tracking.pending import PendingReport
 
 log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.2
@@ -71,7 +76,7 @@ class ShardWriter:
         self._world_size = world_size
         self._retries = retries
         self._timeout_s = timeout_s
-        self._jobs: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Snapshot, PendingReport | None] | None] = queue.SimpleQueue()
         self._lock = threading.Condition()
         self._backlog_bytes = 0
         self._alerts: list[str] = []
@@ -85,11 +90,11 @@ class ShardWriter:
         """Bytes that were submitted and are neither durable nor given up."""
         return self._backlog_bytes
 
-    def submit(self, snapshot: Snapshot) -> None:
-        """Queues one snapshot; never waits."""
+    def submit(self, snapshot: Snapshot, pending: PendingReport | None = None) -> None:
+        """Queues one snapshot; never waits. `pending` is the report of its step, if it is not known yet."""
         with self._lock:
             self._backlog_bytes += snapshot.layout.total
-        self._jobs.put(snapshot)
+        self._jobs.put((snapshot, pending))
 
     def take_alerts(self) -> list[str]:
         """What went wrong since the last call, in words."""
@@ -112,9 +117,10 @@ class ShardWriter:
     # ------------------------------------------------------------------ writer thread
 
     def _run(self) -> None:
-        while (snapshot := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None:
+            snapshot, pending = job
             try:
-                self._save(snapshot)
+                self._save(snapshot, pending)
             except BaseException as error:
                 # A bug here costs this event. If the thread ended with it, every later one would be lost too.
                 log.exception("the writer failed in a way that it does not know")
@@ -125,16 +131,29 @@ class ShardWriter:
                     self._backlog_bytes -= snapshot.layout.total
                     self._lock.notify_all()
 
-    def _save(self, snapshot: Snapshot) -> None:
+    def _save(self, snapshot: Snapshot, pending: PendingReport | None) -> None:
         records: list[ShardRecord] = []
         tries = 1 if snapshot.stream.streaming else self._retries + 1
         error = self._try(snapshot, tries, lambda: records.extend(self._write(snapshot)))
         if error is None:
             # Durable: the memory is free for the next event, however long the coordinator takes to answer.
             snapshot.stream.release()
+            if pending is not None and not self._is_clean(snapshot, pending):
+                return
             error = self._try(snapshot, self._retries + 1, lambda: self._report(snapshot, tuple(records)))
         if error is not None:
             self._give_up(snapshot, error)
+
+    def _is_clean(self, snapshot: Snapshot, pending: PendingReport) -> bool:
+        """Waits for the report of the event's step. If it is bad the attempt ends: nobody has to be told."""
+        try:
+            if pending.result(self._timeout_s).is_clean:
+                return True
+            reason = "its state is not finite"
+        except RuntimeError as error:  # the report never came: another rank is gone
+            reason = str(error)
+        log.error("event %s is dropped: %s", snapshot.event.folder, reason)
+        return False
 
     def _give_up(self, snapshot: Snapshot, error: BaseException) -> None:
         self.failed_saves += 1

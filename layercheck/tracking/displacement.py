@@ -18,13 +18,15 @@ class References:
     Args:
         samples: what is looked at, per sub-group.
         order: 1 or 2, the norm.
+        device: where the partitions live.
     """
 
-    def __init__(self, samples: Sequence[SubGroupSample], order: int) -> None:
-        self._order = order
+    def __init__(self, samples: Sequence[SubGroupSample], order: int, device: torch.device) -> None:
+        self._order, self._device = order, device
         self._of_layer: dict[str, list[SubGroupSample]] = {}
         for sample in samples:
             self._of_layer.setdefault(sample.layer, []).append(sample)
+        self._weights: dict[str, Tensor] = {}
         self._kept: dict[str, dict[int, list[Tensor]]] = {layer: {} for layer in self._of_layer}
         """Layer -> step of a version -> copies of its elements, in the order in which they were taken."""
 
@@ -52,19 +54,24 @@ class References:
 
         A layer without a version has not moved.
         """
-        found = torch.zeros(2, len(layers), dtype=torch.float64)
+        found = torch.zeros(2, len(layers), dtype=torch.float64, device=self._device)
         for index, layer in enumerate(layers):
             kept = self._kept.get(layer)
             if kept:
                 views, newest = self._views(layer), list(kept.values())[-1]
-                weights = torch.tensor(
-                    [weight for sample in self._of_layer[layer] for weight in sample.weights(0)]
-                )
+                weights = self._weights_of(layer)
                 moved = torch.stack(norms(list(torch._foreach_sub(views, newest)), self._order))
                 held = torch.stack(norms(views, self._order))
                 for row, values in enumerate((moved, held)):
-                    found[row, index] = (values.double().cpu() ** self._order * weights.double()).sum()
+                    found[row, index] = (values.double() ** self._order * weights).sum()
         return found
+
+    def _weights_of(self, layer: str) -> Tensor:
+        """They never change, so they go to the device once."""
+        if layer not in self._weights:
+            weights = [weight for sample in self._of_layer[layer] for weight in sample.weights(0)]
+            self._weights[layer] = torch.tensor(weights).double().to(self._device)
+        return self._weights[layer]
 
     def _views(self, layer: str) -> list[Tensor]:
         return [view for sample in self._of_layer[layer] for view in sample.views(0)]

@@ -9,23 +9,35 @@ elements, dW = W(t)-W(t-1):
 
 `drift.kind: displacement` measures W(t)-W(t_l) in the same norms as well, see `displacement.py`. The paper
 (section 3.2) fixes the accumulated, normalised update and leaves the norm open.
+
+On an accelerator nothing here makes the host wait for the device (lag 1): the vector of a step is posted, and
+its report is given out at the next step.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import isfinite
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from layercheck.config import DriftConfig
 from layercheck.manifest import DriftReport
 from layercheck.tracking.displacement import References
+from layercheck.tracking.pending import PendingReport
 from layercheck.tracking.sample import SubGroupSample, norms, phase_of, rule_for
 from layercheck.zero3 import SubGroup, Zero3Engine
 
 LOST_SLOTS = 4
+
+
+def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of these values; where `device` is no CPU, without making the host wait for it."""
+    pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +46,7 @@ class RankNotices:
 
     Attributes:
         error: this rank cannot go on: its state is not finite, or its wait is over.
+        grad_norm: of the step; where it is not finite the rank has an error too. May live on a device.
         step_s: seconds of the step itself, without what the session did in it.
         stall_s: seconds for which training waited for saves since the last report.
         committed_step, committed_part, lost_steps, fenced: count on rank 0 alone.
@@ -41,6 +54,7 @@ class RankNotices:
 
     backlog: float = 0.0
     error: bool = False
+    grad_norm: Tensor | float | None = None
     committed_step: int = -1
     committed_part: int = 0
     lost_steps: tuple[int, ...] = ()
@@ -50,18 +64,21 @@ class RankNotices:
 
 
 class DriftMeter:
-    """Measures updates between two calls of `reduce`, which is a collective. Ends with `close`.
+    """Measures updates between two calls of `exchange` or `reduce`, both collectives. Ends with `close`.
 
     Several meters may watch one engine.
 
     Attributes:
-        hook_s: seconds inside the optimizer hooks of the step that the last `reduce` reported.
-        reduce_s: seconds of that `reduce`; `collective_s` of them inside the all-reduce, most of which is
+        lag: reports that `exchange` leaves on their way.
+        hook_s: seconds inside the optimizer hooks of the step that was posted last.
+        reduce_s: seconds of the last exchange; `collective_s` of them inside the all-reduce, most of which is
             the wait for later ranks.
     """
 
-    def __init__(self, zero3: Zero3Engine, config: DriftConfig) -> None:
+    def __init__(self, zero3: Zero3Engine, config: DriftConfig, lag: int = 0) -> None:
         self._zero3 = zero3
+        self.lag = lag
+        self._pending: deque[PendingReport] = deque()
         self._order = 1 if config.norm in ("mean_abs", "rel_l1") else 2
         self._relative = config.norm.startswith("rel_")
         layers = zero3.layer_map.trainable
@@ -75,7 +92,7 @@ class DriftMeter:
         self._scratch = torch.empty(room, dtype=torch.float32, device=device)
         self._references = (
             # A whole copy of the weights is never what `auto` means.
-            References(self._look(config.sample != "exact"), self._order)
+            References(self._look(config.sample != "exact"), self._order, device)
             if config.kind == "displacement"
             else None
         )
@@ -140,7 +157,7 @@ class DriftMeter:
         self._weights: list[float] = []
         self._lr = 0.0
 
-    def reduce(self, step: int, notices: RankNotices) -> DriftReport:
+    def exchange(self, step: int, notices: RankNotices) -> tuple[DriftReport, ...]:
         """Sums the measurements and the notices of all ranks: the one collective of a step.
 
         Args:
@@ -148,35 +165,58 @@ class DriftMeter:
             notices: this rank's flags; what rank 0 heard from the coordinator.
 
         Returns:
-            The same report on every rank.
+            The reports that are due, oldest first, the same on every rank: with lag 0 that of this step, with
+            lag 1 that of the exchange before, if it was not drained.
         """
         started = perf_counter()
-        world, count = self._zero3.world_size, len(self._layers)
-        device = self._zero3.collective_device
-        measured = [self._sums(self._moved), self._sums(self._held)]
-        if self._references is not None:
-            measured += list(self._references.sums(self._layers))
-        tail = torch.tensor(self._tail(notices), dtype=torch.float64)
-        vector = torch.cat([*(part.to(device) for part in measured), tail.to(device)])
+        vector = self._vector(notices)
         posted = perf_counter()
-        dist.all_reduce(vector)
-        values = vector.tolist()
-        self.collective_s = perf_counter() - posted
+        self._pending.append(PendingReport(step, vector, partial(self._report, step)))
         self._reduced += 1
         self._held_lr = self._lr or self._held_lr
         self.reset()
-        rows = [values[i * count : (i + 1) * count] for i in range(len(measured))]
-        report = self._report(step, rows, values[len(measured) * count :], world)
         self.hook_s, self._collecting_s = self._collecting_s, 0.0
-        self.reduce_s = perf_counter() - started
-        return report
+        reports = self._take(self.lag)
+        finished = perf_counter()
+        self.collective_s, self.reduce_s = finished - posted, finished - started
+        return reports
+
+    def drain(self) -> tuple[DriftReport, ...]:
+        """All reports that are on their way, waited for. No collective: they were posted before."""
+        return self._take(0)
+
+    def reduce(self, step: int, notices: RankNotices) -> DriftReport:
+        """`exchange` and `drain`: the report of this very exchange. Drain before to see older ones."""
+        return (*self.exchange(step, notices), *self.drain())[-1]
+
+    @property
+    def newest_pending(self) -> PendingReport | None:
+        """The report of the newest exchange while it is on its way; with lag 0 there is none."""
+        return self._pending[-1] if self._pending else None
+
+    def _take(self, left: int) -> tuple[DriftReport, ...]:
+        return tuple(self._pending.popleft().result() for _ in range(len(self._pending) - left))
+
+    def _vector(self, notices: RankNotices) -> Tensor:
+        """This rank's summands: partial norms by layer, then the slots of `_tail`."""
+        device = self._zero3.collective_device
+        measured = [self._sums(self._moved), self._sums(self._held)]
+        if self._references is not None:
+            measured += self._references.sums(self._layers).unbind()
+        tail = on_device(self._tail(notices), torch.float64, device)
+        if isinstance(notices.grad_norm, Tensor):
+            is_bad = (~torch.isfinite(notices.grad_norm.detach())).to(device, torch.float64)
+            error = tail[self._zero3.world_size + self._zero3.rank]
+            torch.maximum(error, is_bad.reshape(()), out=error)
+        return torch.cat([*(part.to(device) for part in measured), tail])
 
     def _tail(self, notices: RankNotices) -> list[float]:
         """Backlog and error of each rank, then what rank 0 knows, then seconds as parts of their means."""
         rank, world = self._zero3.rank, self._zero3.world_size
         tail = [0.0] * (2 * world + 4 + LOST_SLOTS + 2)
         tail[rank] = notices.backlog
-        tail[world + rank] = float(notices.error)
+        norm_is_bad = isinstance(notices.grad_norm, float) and not isfinite(notices.grad_norm)
+        tail[world + rank] = float(notices.error or norm_is_bad)
         tail[-2:] = [notices.step_s / world, notices.stall_s / world]
         if rank == 0:
             lost = (*notices.lost_steps[:LOST_SLOTS], *[-1] * LOST_SLOTS)[:LOST_SLOTS]
@@ -193,14 +233,16 @@ class DriftMeter:
         """Per layer, the weighted sum of the powers of the norms that the hooks found."""
         sums = torch.zeros(len(self._layers), dtype=torch.float64, device=self._scratch.device)
         if found:
-            owners = torch.tensor(self._owners, device=sums.device)
-            weights = torch.tensor(self._weights, dtype=torch.float64, device=sums.device)
+            owners = on_device(self._owners, torch.int64, sums.device)
+            weights = on_device(self._weights, torch.float64, sums.device)
             sums.index_add_(0, owners, torch.stack(found).double() ** self._order * weights)
         return sums
 
-    def _report(
-        self, step: int, rows: Sequence[Sequence[float]], tail: Sequence[float], world: int
-    ) -> DriftReport:
+    def _report(self, step: int, values: Sequence[float]) -> DriftReport:
+        world, count = self._zero3.world_size, len(self._layers)
+        num_rows = 2 if self._references is None else 4
+        rows = [values[i * count : (i + 1) * count] for i in range(num_rows)]
+        tail = values[num_rows * count :]
         fenced, committed, part, lr, *lost_slots = tail[2 * world : -2]
         return DriftReport(
             step=step,

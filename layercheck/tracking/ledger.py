@@ -57,6 +57,7 @@ class Ledger:
     Attributes:
         initial_lr: `lr_ref` where the settings name none: the optimizer groups' initial rate, if known.
         lag: steps by which a report may be older than the decision that uses it; 0 on CPU.
+        lr: learning rate of the newest report, carried over a recovery.
         k0: global threshold at `lr_ref`; None until the warm-up is over.
         k_factor: failure-aware factor of all thresholds; `budget` holds another one in budget mode.
         began: last step that counted as done when this attempt began.
@@ -69,6 +70,7 @@ class Ledger:
     lag: int
     meter: RateMeter
     versions: Versions
+    lr: float = 0.0
     k0: float | None = None
     lr_ref: float | None = None
     k_factor: float = 1.0
@@ -125,6 +127,7 @@ class Ledger:
     def _restore(self, state: Mapping[str, Any], plan: RecoveryPlan) -> None:
         self.meter = RateMeter.from_state(state.get("meter"), measure_name(self.config))
         self.lr_ref = state.get("lr_ref")
+        self.lr = state.get("lr", self.lr_ref or 0.0)
         if self.budget is not None:
             self.budget.factor = state.get("budget_factor", 1.0)
         self._delays.extend(state.get("delays", ()))
@@ -150,6 +153,7 @@ class Ledger:
         return {
             "k0": self.k0,
             "lr_ref": self.lr_ref,
+            "lr": self.lr,
             "k_factor": self.k_factor,
             "budget_factor": 1.0 if self.budget is None else self.budget.factor,
             "delays": list(self._delays),
@@ -170,6 +174,7 @@ class Ledger:
         Losses come first: commits arrive as one step number, which would otherwise cover the lost ones too.
         Ranks that wait repeat the all-reduce at the same step; its drift counts once.
         """
+        self.lr = report.lr
         lost = tuple(step for step in sorted(report.lost_steps) if self.versions.lose(step))
         committed = tuple(step for step in self.versions.in_flight if step <= report.committed_step)
         for step in committed:
@@ -309,13 +314,14 @@ class Ledger:
     def _add_drift(self, report: DriftReport) -> None:
         moved: dict[str, float] = {}
         for name in self._names:
-            layer = self.versions.layers[name]
             moved[name] = report.delta.get(name, 0.0)
-            if report.displacement is not None:
-                moved[name] = report.displacement.get(name, 0.0) - layer.drift
             # With a lag, movement that the newest version already holds arrives after its selection.
-            if report.step > layer.selected:
-                layer.drift += moved[name]
+            account = self.versions.account(name, report.step)
+            if account is None:
+                continue
+            if report.displacement is not None:
+                moved[name] = report.displacement.get(name, 0.0) - account.drift
+            account.drift += moved[name]
         if self.k0 is None:
             if report.step > self.config.warmup_steps // 2:
                 self.meter.observe(moved, report.lr)

@@ -36,22 +36,24 @@ class RunLog:
         self._numel = {layer.name: layer.numel for layer in layer_map.layers}
         self._nbytes = layer_nbytes
         self._last = time.monotonic()
+        self._reports: dict[int, DriftReport] = {}
+        self._decisions: dict[int, PersistDecision] = {}
+        self._done = 0
 
-    def step(
-        self,
-        costs: StepReport,
-        state: TrainerState,
-        report: DriftReport,
-        decision: PersistDecision,
-        ledger: Ledger,
-    ) -> None:
-        """Adds the rows of one step."""
+    def observed(self, report: DriftReport, ledger: Ledger) -> None:
+        """The ledger has taken in a report; only the first one of a step has its movement."""
+        if report.step > self._done:
+            self._reports.setdefault(report.step, report)
+            self._add_drift(report.step, ledger)
+
+    def step(self, costs: StepReport, state: TrainerState, decision: PersistDecision, ledger: Ledger) -> None:
+        """Adds the row of one step, and its drift rows once its report is known too."""
         now = time.monotonic()
         self._metrics.add(
             {
                 "step": costs.step,
                 "loss": state.get("loss"),
-                "lr": report.lr,
+                "lr": ledger.lr,
                 "step_s": now - self._last,
                 "stall_s": costs.stall_s,
                 "layers_written": costs.layers_written,
@@ -61,6 +63,15 @@ class RunLog:
             }
         )
         self._last = now
+        self._decisions[costs.step] = decision
+        self._add_drift(costs.step, ledger)
+
+    def _add_drift(self, step: int, ledger: Ledger) -> None:
+        """With a lag the decision of a step comes before its report, else after it."""
+        if step not in self._decisions or step not in self._reports:
+            return
+        decision, report = self._decisions.pop(step), self._reports.pop(step)
+        self._done = step
         written = {write.layer: write for write in decision.writes}
         thresholds = ledger.thresholds(report.step, report.lr)
         ages, drift = ledger.ages(report.step), ledger.drift

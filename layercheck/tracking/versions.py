@@ -1,7 +1,8 @@
 """[pure] Drift and versions of every layer, and the events that are on their way to storage.
 
 The life of one event, as every rank sees it:
-1. `take`: its layers are in flight; their D starts again at 0 and what it was is remembered.
+1. `take`: its layers are in flight; their D starts again at 0 and what it was is remembered. Movement that it
+   holds and that is reported later (lag) is added to what is remembered: see `account`.
 2. `commit`: the versions count for the age bound (I1); the memory of D is dropped.
 3. Or `lose`: D comes back, as if the event had never been chosen (I9).
 """
@@ -26,7 +27,7 @@ class LayerState:
 
 
 @dataclass(slots=True)
-class _Taken:
+class Taken:
     """What one layer had when it was selected: given back if the event is lost."""
 
     drift: float
@@ -37,7 +38,7 @@ class _Taken:
 @dataclass(slots=True)
 class _InFlight:
     full: bool
-    taken: dict[str, _Taken]
+    taken: dict[str, Taken]
 
 
 @dataclass(slots=True)
@@ -59,12 +60,24 @@ class Versions:
         """Layers of these events."""
         return frozenset(name for event in self._in_flight.values() for name in event.taken)
 
+    def account(self, name: str, step: int) -> LayerState | Taken | None:
+        """What the movement of this layer in this step counts for.
+
+        The layer itself, or, if its newest version holds that movement already, what comes back should that
+        version be lost; None if it cannot be lost any more.
+        """
+        layer = self.layers[name]
+        if step > layer.selected:
+            return layer
+        event = self._in_flight.get(layer.selected)
+        return None if event is None else event.taken[name]
+
     def take(self, step: int, names: Iterable[str], full: bool) -> None:
         """An event of this step was chosen."""
         taken = {}
         for name in names:
             layer = self.layers[name]
-            taken[name] = _Taken(layer.drift, layer.stagger, layer.overdue)
+            taken[name] = Taken(layer.drift, layer.stagger, layer.overdue)
             layer.drift, layer.stagger, layer.overdue, layer.selected = 0.0, 1.0, False, step
         self._in_flight[step] = _InFlight(full, taken)
         if full:
@@ -90,7 +103,7 @@ class Versions:
             self.newest_full = max(full, default=self.committed_full)
         return True
 
-    def _give_back(self, name: str, taken: _Taken, step: int) -> None:
+    def _give_back(self, name: str, taken: Taken, step: int) -> None:
         others = [other for other in self.in_flight if name in self._in_flight[other].taken]
         newer = next((other for other in others if other > step), None)
         if newer is not None:

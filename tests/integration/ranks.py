@@ -7,6 +7,7 @@ from typing import Any
 
 import layercheck
 from tests import micro
+from tests.integration.late import make_late
 
 CONFIG = {
     "warmup_steps": 8,
@@ -21,11 +22,15 @@ KILL_AT, STEPS = 27, 34
 
 
 def open_session(
-    engine: Any, storage: str, submission: str = "one", store: Any = None, **settings: Any
+    engine: Any, storage: str, submission: str = "one", store: Any = None, late: bool = False, **settings: Any
 ) -> Any:
-    """A session of the run `run`; a restart has the same submission, so nothing waits for a takeover."""
+    """A session of the run `run`; a restart has the same submission, so nothing waits for a takeover.
+
+    `late`: as on an accelerator, see `late.py`.
+    """
     settings = {**CONFIG, **settings}
-    return layercheck.attach(engine, storage, "run", settings, submission=submission, store=store)
+    session = layercheck.attach(engine, storage, "run", settings, submission=submission, store=store)
+    return make_late(session) if late else session
 
 
 def train(
@@ -38,11 +43,12 @@ def train(
     each_step: Callable[[Any, int], None] | None = None,
     settings: dict[str, Any] | None = None,
     store: Any = None,
+    late: bool = False,
     **build: Any,
 ) -> dict[str, Any]:
     """Trains up to `steps`, from wherever the store says. `kill_at`: SIGKILL itself after that step."""
     engine = micro.build(seed, **build)
-    session = open_session(engine, storage, store=store, **(settings or {}))
+    session = open_session(engine, storage, store=store, late=late, **(settings or {}))
     point = session.resume()
     losses, reports = {}, {}
     for step in range(point.step, steps + 1):

@@ -158,7 +158,7 @@ def _one_layer_never_moves(storage: str) -> tuple[list[tuple[str, ...]], list[st
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("layercheck.session").addHandler(handler)
+    logging.getLogger("layercheck.exchange").addHandler(handler)
     engine = micro.build(optimizer=lambda groups: torch.optim.SGD(groups, lr=1e-3))
     session = open_session(engine, storage)
     session.resume()
