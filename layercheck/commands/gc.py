@@ -50,6 +50,7 @@ def gc(
         _refuse_if_in_doubt(facts)
         if _look(storage) != before:
             raise _live(facts)
+        collector.begin()
         collector.run(facts)
     text = _text(value, dry_run)
     return Answer(value, text, notes=facts.notes)

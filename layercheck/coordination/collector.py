@@ -16,11 +16,18 @@ class Collector:
     def __init__(self, storage: Storage, config: LayerCheckConfig) -> None:
         self._storage, self._config = storage, config
         self._frozen = False
-        self._swept = False
+        self._left_behind: list[str] = []
 
-    def begin(self, facts: StoreFacts) -> None:
-        """A new attempt begins: what froze the one before has been left behind, or is under probation."""
-        self._frozen = self._swept = False
+    def begin(self) -> None:
+        """A new attempt begins: what froze the one before has been left behind, or is under probation.
+
+        All that is seen is made durable first: what a commit replaces goes only if that commit stays.
+        Unfinished writes that are there now are swept with the first collection. Later ones are not: they may
+        be those of a successor that is just about to claim its attempt.
+        """
+        self._frozen = False
+        journal.settle(self._storage)
+        self._left_behind = journal.unfinished(self._storage)
 
     def freeze(self) -> None:
         """Nothing is deleted any more by this attempt: the state of the run is in doubt (I13)."""
@@ -44,10 +51,9 @@ class Collector:
             self._keep_history(facts, doomed)
         for verdict in doomed:
             delete_event(self._storage, verdict.event)
-        if not self._swept:
-            for path in journal.unfinished(self._storage):
-                self._storage.delete(path)
-            self._swept = True
+        while self._left_behind:
+            self._storage.delete(self._left_behind[-1])
+            self._left_behind.pop()
         gone = {verdict.event for verdict in doomed}
         return replace(facts, commits=tuple(c for c in facts.commits if c.event not in gone))
 

@@ -20,6 +20,7 @@ from layercheck.coordination.collector import Collector
 from layercheck.coordination.events import EventBook, OpenEvent
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.heart import Heart
+from layercheck.coordination.object_claims import Timer
 from layercheck.coordination.plan import is_fresh
 from layercheck.coordination.status import summarize
 from layercheck.coordination.store_check import check_run
@@ -57,7 +58,7 @@ class Coordinator:
         storage: the run's `layercheck` folder.
         config: settings of this submission.
         clock: monotonic seconds of this process.
-        sleep: used only while another submission is watched.
+        sleep: used while another submission is watched, or a claim settles on an object store.
         say: gets a line for a person now and then.
     """
 
@@ -71,6 +72,7 @@ class Coordinator:
     ) -> None:
         self._storage, self._config = storage, config
         self._clock, self._sleep, self._say = clock, sleep, say
+        self._timer = Timer(clock, sleep)
         self._lock = RLock()
         self._alerts: list[str] = []
         self._recent_alerts: deque[str] = deque(maxlen=_ALERTS_KEPT)
@@ -125,8 +127,8 @@ class Coordinator:
                 facts = self._read()
                 if facts.newest != newest:
                     continue  # claimed while we watched or waited for the lock: that one is to be watched
-                claim = reclaim(self._storage, facts, self._config, token) or claim_next(
-                    self._storage, facts, self._config, who
+                claim = reclaim(self._storage, facts, self._config, token, self._timer) or claim_next(
+                    self._storage, facts, self._config, who, self._timer
                 )
                 if claim is not None:
                     return self._granted(claim)
@@ -148,7 +150,7 @@ class Coordinator:
                 raise FencedError(f"attempt {attempt} is fenced off by a newer one", attempt=attempt)
             for shard in bad:
                 journal.blacklist_shard(self._storage, shard)
-            claim = reclaim(self._storage, self._read(), self._config, record.token)
+            claim = reclaim(self._storage, self._read(), self._config, record.token, self._timer)
             assert claim is not None
             return self._granted(claim)
 
@@ -294,7 +296,7 @@ class Coordinator:
         if self._book.attempt != attempt:
             self._book = EventBook(attempt, self._record.world_size, own)
             self._heart.follow(self._record, facts.progress.get(attempt), plan)
-            self._collector.begin(facts)
+            self._collector.begin()
             self._failure_at = None
 
     # ------------------------------------------------------------ commits

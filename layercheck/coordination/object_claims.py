@@ -13,6 +13,7 @@ all the same (a store whose lists lag), the higher token's commits are dead by l
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from layercheck.persistence.storage import Storage
 
@@ -22,26 +23,32 @@ _LATEST_PUT_S = 0.5
 _SETTLE_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """Monotonic seconds of this process, and how to let some pass."""
+
+    clock: Callable[[], float]
+    sleep: Callable[[float], None]
+
+
+REAL_TIME = Timer(time.monotonic, time.sleep)
+
+
 def claim(
-    storage: Storage,
-    attempt: int,
-    token: str,
-    record: bytes,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    storage: Storage, attempt: int, token: str, record: bytes, timer: Timer = REAL_TIME
 ) -> bool:
     """Claims a number; False if it is somebody else's or the store was too slow to be sure."""
-    started = clock()
+    started = timer.clock()
     if attempt in numbers(storage):
         return False
     mine = _name(attempt, token, "json")
     storage.write(f"{_FOLDER}/{mine}", [record])
-    if clock() - started > _LATEST_PUT_S:
+    if timer.clock() - started > _LATEST_PUT_S:
         # The mark first: a PUT that lands after the deletion must not come to life again.
         storage.write(f"{_FOLDER}/{_name(attempt, token, 'withdrawn')}", [b"too slow\n"])
         storage.delete(f"{_FOLDER}/{mine}")
         return False
-    sleep(_SETTLE_S)
+    timer.sleep(_SETTLE_S)
     if path(storage, attempt) == f"{_FOLDER}/{mine}":
         return True
     storage.delete(f"{_FOLDER}/{mine}")

@@ -137,7 +137,7 @@ class ArrowStorage:
 
     def list(self, folder: str) -> list[str]:
         """See `Storage.list`."""
-        selector = fs.FileSelector(self._full(folder), allow_not_found=True)
+        selector = fs.FileSelector(self._full(folder) if folder else self.root, allow_not_found=True)
         with self._errors("list", folder):
             return sorted(info.base_name for info in self._fs.get_file_info(selector))
 
@@ -150,6 +150,9 @@ class ArrowStorage:
                 self._fs.delete_dir(full)
             elif kind != fs.FileType.NotFound:
                 self._fs.delete_file(full)
+
+    def settle(self, folder: str) -> None:
+        """See `Storage.settle`. An object that can be listed is durable already."""
 
     def _full(self, path: str) -> str:
         return f"{self.root}/{checked_path(path)}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from layercheck.config import LayerCheckConfig
+from layercheck.coordination.journal import PROBE_PREFIX
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import StorageError
 from layercheck.manifest import AttemptGrant, RunRecord
@@ -57,7 +58,7 @@ def begin(
 
 
 def _write_probe(storage: Storage) -> str:
-    probe = f"probe-{uuid.uuid4().hex}"
+    probe = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
     storage.write(probe, [b"seen"])
     return probe
 
