@@ -41,6 +41,7 @@ class DriftReport:
         lost_steps: events that were declared lost since the last report.
         backlog: bytes that the slowest rank still has to write.
         fenced: a newer attempt has taken over.
+        demoted: a layer whose newest version has rotted, with the step that counts instead; one a report.
         errors: number of ranks that cannot go on: a non-finite loss or gradient norm, or a wait that is over.
         displacement: layer -> distance from its newest version; None where `drift.kind` is `path`.
         step_s: seconds of the step itself, mean over the ranks.
@@ -55,6 +56,7 @@ class DriftReport:
     lost_steps: tuple[int, ...] = ()
     backlog: float = 0.0
     fenced: bool = False
+    demoted: "LayerAge | None" = None
     errors: int = 0
     displacement: dict[str, float] | None = None
     step_s: float = 0.0
@@ -344,14 +346,27 @@ class AttemptGrant:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerAge:
+    """A layer and the step of the newest version that counts for it, -1 for none."""
+
+    layer: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """What rank 0 learns from the coordinator. `lost_steps` are all events of this attempt declared lost."""
+    """What rank 0 learns from the coordinator.
+
+    `lost_steps` are all events of this attempt declared lost; `demoted` the layers whose newest version has
+    rotted.
+    """
 
     committed_step: int = -1
     committed_part: int = 0
     lost_steps: tuple[int, ...] = ()
     fenced: bool = False
     alerts: tuple[str, ...] = ()
+    demoted: tuple[LayerAge, ...] = ()
 
 
 class Receipt(Record):

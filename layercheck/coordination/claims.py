@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 
 from layercheck.config import LayerCheckConfig
-from layercheck.coordination import journal, restarts
+from layercheck.coordination import journal, object_claims, restarts
 from layercheck.coordination.facts import StoreFacts
-from layercheck.coordination.object_claims import Timer
 from layercheck.coordination.plan import PlanRequest, make_plan
+from layercheck.coordination.timer import Timer
 from layercheck.errors import FencedError
 from layercheck.manifest import AttemptRecord, RecoveryPlan
 from layercheck.persistence.storage import Storage
@@ -76,6 +76,8 @@ def is_ours(storage: Storage, record: AttemptRecord) -> bool:
     """Reads the claim again: False once a newer one exists, or a rival's token stands in ours."""
     if max(journal.attempt_numbers(storage), default=0) != record.attempt:
         return False
+    if not storage.exclusive:
+        object_claims.shut_out_late_rivals(storage, record.attempt, record.token)
     found = journal.read_attempt(storage, record.attempt)
     return found is None or found.token == record.token
 

@@ -7,24 +7,25 @@ half-recorded events: a coordinator built anew from the same store makes the sam
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from threading import RLock
 from typing import Any
 
 from layercheck.config import LayerCheckConfig
-from layercheck.coordination import journal, restarts
+from layercheck.coordination import journal, restarts, scrub_order
+from layercheck.coordination.alerts import Alerts
 from layercheck.coordination.claims import Claim, Claimant, claim_next, is_ours, reclaim
 from layercheck.coordination.collector import Collector
 from layercheck.coordination.events import EventBook, OpenEvent
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.heart import Heart
-from layercheck.coordination.object_claims import Timer
 from layercheck.coordination.plan import is_fresh
+from layercheck.coordination.scrub import Scrubber
 from layercheck.coordination.status import summarize
 from layercheck.coordination.store_check import check_run
 from layercheck.coordination.takeover import refuse_if_live
+from layercheck.coordination.timer import Timer
 from layercheck.errors import ConfigError, FencedError, StorageError
 from layercheck.manifest import (
     AttemptGrant,
@@ -42,7 +43,6 @@ from layercheck.persistence.storage import Storage
 
 _MODES = ("composite", "uniform", "strict")
 _MAX_CLAIMS = 20
-_ALERTS_KEPT = 20
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 
@@ -71,11 +71,10 @@ class Coordinator:
         say: Callable[[str], None] = _silent,
     ) -> None:
         self._storage, self._config = storage, config
-        self._clock, self._sleep, self._say = clock, sleep, say
-        self._timer = Timer(clock, sleep)
+        self._clock, self._timer, self._say = clock, Timer(clock, sleep), say
         self._lock = RLock()
-        self._alerts: list[str] = []
-        self._recent_alerts: deque[str] = deque(maxlen=_ALERTS_KEPT)
+        self._alerts = Alerts()
+        self._scrubber: Scrubber | None = None
         self._facts: StoreFacts | None = None
         self._record: AttemptRecord | None = None
         self._book = EventBook(0, 0)
@@ -113,15 +112,8 @@ class Coordinator:
                 facts = self._read()
             newest = facts.newest
             if newest is not None and newest.submission != submission and not takeover:
-                refuse_if_live(
-                    self._storage,
-                    newest,
-                    facts.run.name,
-                    self._config.takeover_s,
-                    self._clock,
-                    self._sleep,
-                    self._say,
-                )
+                takeover_s = self._config.takeover_s
+                refuse_if_live(self._storage, newest, facts.run.name, takeover_s, self._timer, self._say)
             with self._lock:
                 self._journal_heartbeat()
                 facts = self._read()
@@ -194,7 +186,7 @@ class Coordinator:
         with self._lock:
             if self._is_current(event.attempt) and not self._fenced:
                 self._book.rank_lost(event, rank, reason)
-                self._alert(f"event of step {event.step} is lost: rank {rank}: {reason}")
+                self._alerts.add(f"event of step {event.step} is lost: rank {rank}: {reason}")
                 self.tick()
 
     def heartbeat(
@@ -207,13 +199,13 @@ class Coordinator:
             self._heart.beat(step, trainer_state, drift)
             self._expect_selected(trainer_state)
             self.tick()
-            alerts, self._alerts = tuple(self._alerts), []
             return HeartbeatReply(
                 committed_step=self._book.newest_committed[0],
                 committed_part=self._book.newest_committed[1],
                 lost_steps=self._book.lost_steps,
                 fenced=self._fenced,
-                alerts=alerts,
+                alerts=self._alerts.take(),
+                demoted=scrub_order.demoted(self._facts) if self._facts and self._facts.bad else (),
             )
 
     def status(self) -> dict[str, Any]:
@@ -231,7 +223,7 @@ class Coordinator:
                 "num_commits": len(self._book.committed),
                 "num_lost": len(self._book.lost),
                 "open_events": len(self._book.open),
-                "alerts": list(self._recent_alerts),
+                "alerts": list(self._alerts.recent),
                 "committed_bytes": sum(row.nbytes for c in facts.commits for row in c.records),
             }
 
@@ -243,7 +235,7 @@ class Coordinator:
             if self._heart.is_due():
                 self._journal_heartbeat()
             for event in self._book.expire(self._clock(), self._config.event_timeout_s):
-                self._alert(f"event of step {event.step} is lost: {self._book.lost[event]}")
+                self._alerts.add(f"event of step {event.step} is lost: {self._book.lost[event]}")
             committed = False
             while not self._fenced and (entry := self._book.next_complete(self._clock())):
                 committed |= self._commit(entry)
@@ -251,9 +243,37 @@ class Coordinator:
                 self._guarded("collect", self._collect)
 
     def close(self) -> None:
-        """Journals the newest heartbeat."""
+        """Journals the newest heartbeat; ends the scrubbing."""
+        if self._scrubber is not None:
+            self._scrubber.close()
         with self._lock:
             self._journal_heartbeat()
+
+    # ------------------------------------------------------------ rot
+
+    def scrub_in_background(self) -> None:
+        """Reads live versions again, once in `scrub_hours`, until `close`."""
+        if self._config.scrub_hours and self._scrubber is None:
+            self._scrubber = Scrubber(self._storage, self, self._config.scrub_hours)
+            self._scrubber.start()
+
+    def live_shards(self) -> tuple[int, tuple[ShardRecord, ...]]:
+        """See `scrub.Manifest`."""
+        with self._lock:
+            if self._facts is None or self._record is None or self._fenced:
+                return 0, ()
+            return self._record.attempt, scrub_order.live_shards(self._facts)
+
+    def rotten(self, bad: BadShard) -> None:
+        """See `scrub.Manifest`. The layer counts as old as its version before, and is due at once."""
+        with self._lock:
+            if self._facts is None or self._fenced or not self._still_ours():
+                return
+            self._guarded("blacklist", lambda: journal.blacklist_shard(self._storage, bad))
+            self._facts = replace(self._facts, bad=(*self._facts.bad, bad))
+            self._alerts.add(
+                f"layer {bad.layer} of step {bad.step} has rotted and is saved anew: {bad.error}"
+            )
 
     # ------------------------------------------------------------ claims
 
@@ -270,11 +290,7 @@ class Coordinator:
         notes = list(claim.facts.notes)
         if claim.plan is None:
             notes.append(f"run {claim.facts.run.name} holds no step yet: it starts afresh")
-        detect_s = reschedule_s = None
-        if self._failure_at is not None:
-            reschedule_s = self._clock() - self._failure_at
-            if self._heart.heard_at is not None:
-                detect_s = max(0.0, self._failure_at - self._heart.heard_at)
+        detect_s, reschedule_s = self._heart.seconds_around(self._failure_at)
         self._adopt(claim.facts, claim.plan)
         return AttemptGrant(
             attempt=claim.record.attempt,
@@ -336,7 +352,7 @@ class Coordinator:
         entry.failures += 1
         if entry.failures > self._config.write_retries:
             self._book.lose(entry.event, f"its commit failed: {error.message}")
-            self._alert(f"event of step {entry.event.step} is lost: its commit failed: {error.message}")
+            self._alerts.add(f"event of step {entry.event.step} is lost: its commit failed: {error.message}")
         else:
             pause_s = _FIRST_PAUSE_S * 2 ** (entry.failures - 1)
             entry.not_before = self._clock() + min(pause_s, _LONGEST_PAUSE_S)
@@ -381,9 +397,4 @@ class Coordinator:
         try:
             act()
         except StorageError as error:
-            self._alert(f"{what}: {error.message}")
-
-    def _alert(self, text: str) -> None:
-        if text not in self._alerts:
-            self._alerts.append(text)
-            self._recent_alerts.append(text)
+            self._alerts.add(f"{what}: {error.message}")

@@ -17,7 +17,7 @@ from xxhash import xxh3_128_hexdigest
 from layercheck.coordination import commit_file, object_claims
 from layercheck.coordination.commit_file import DamagedCommitError, canonical
 from layercheck.coordination.facts import StoreFacts
-from layercheck.coordination.object_claims import REAL_TIME, Timer
+from layercheck.coordination.timer import REAL_TIME, Timer
 from layercheck.errors import StorageError, StoreMismatchError
 from layercheck.manifest import (
     AttemptRecord,

@@ -11,10 +11,8 @@ all the same (a store whose lists lag), the higher token's commits are dead by l
 """
 
 import re
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
+from layercheck.coordination.timer import REAL_TIME, Timer
 from layercheck.persistence.storage import Storage
 
 _NAME = re.compile(r"a(\d{3,})\.([0-9a-f]{32})\.(json|withdrawn)")
@@ -23,20 +21,7 @@ _LATEST_PUT_S = 0.5
 _SETTLE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Timer:
-    """Monotonic seconds of this process, and how to let some pass."""
-
-    clock: Callable[[], float]
-    sleep: Callable[[float], None]
-
-
-REAL_TIME = Timer(time.monotonic, time.sleep)
-
-
-def claim(
-    storage: Storage, attempt: int, token: str, record: bytes, timer: Timer = REAL_TIME
-) -> bool:
+def claim(storage: Storage, attempt: int, token: str, record: bytes, timer: Timer = REAL_TIME) -> bool:
     """Claims a number; False if it is somebody else's or the store was too slow to be sure."""
     started = timer.clock()
     if attempt in numbers(storage):
@@ -53,6 +38,19 @@ def claim(
         return True
     storage.delete(f"{_FOLDER}/{mine}")
     return False
+
+
+def shut_out_late_rivals(storage: Storage, attempt: int, token: str) -> None:
+    """Withdraws, for its claimant, a lower token that landed after `token` had won its number.
+
+    Its claimant is dead (its PUT was still on the way) or is about to withdraw it as too slow: one that
+    counts had landed before the winner listed. Left there, it would fence off a healthy attempt for nobody.
+    """
+    found = [match for match in _matches(storage) if int(match[1]) == attempt]
+    withdrawn = {match[2] for match in found if match[3] == "withdrawn"}
+    for match in found:
+        if match[3] == "json" and match[2] < token and match[2] not in withdrawn:
+            storage.write(f"{_FOLDER}/{_name(attempt, match[2], 'withdrawn')}", [b"too late\n"])
 
 
 def path(storage: Storage, attempt: int) -> str | None:

@@ -127,11 +127,11 @@ def checked_path(path: str) -> str:
 class LocalStorage:
     """Plain os calls on a local or shared POSIX folder.
 
-    States of a write, all in the caller's thread: (1) folders made, and each entry on the way to them durable;
-    (2) temp name made exclusively in the target folder; (3) bytes written, GIL released in each call; (4) file
-    fsynced; (5) renamed; (6) folder fsynced. A crash before (5) leaves a temp name that no reader sees; a crash
-    between (5) and (6) leaves either no name or the whole object, and readers may see a name that a power cut
-    still takes away: see `settle`.
+    States of a write, all in the caller's thread: (1) folders made, each entry on the way to them durable;
+    (2) temp name made exclusively in the target folder; (3) bytes written, GIL released in each call; (4)
+    file fsynced; (5) renamed; (6) folder fsynced. A crash before (5) leaves a temp name that no reader sees;
+    a crash between (5) and (6) leaves either no name or the whole object, and readers may see a name that a
+    power cut still takes away: see `settle`.
 
     Symbolic links below the root are not followed: they could lead out of the store. The root may be one.
 

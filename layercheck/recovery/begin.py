@@ -1,6 +1,7 @@
 """Opens a run on all ranks: the storage is seen by everyone, the run is ours, the plan is made."""
 
 import logging
+import os
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from layercheck.manifest import AttemptGrant, RunRecord
 from layercheck.model_facts import buffer_names, model_config, tied_names
 from layercheck.persistence.storage import Storage
 from layercheck.recovery.collectives import count_over_ranks, on_rank_zero
+from layercheck.redact import without_secrets
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
@@ -90,7 +92,9 @@ def _claim(
         buffers=buffer_names(zero3.engine.module),
         model_config_json=model_config(zero3.engine.module),
         tokenizer_files=submission.info.get("tokenizer_files", {}),
-        config={**submission.info.get("config", {}), "checkpoint": config.model_dump(mode="json")},
+        config=without_secrets(
+            {**submission.info.get("config", {}), "checkpoint": config.model_dump(mode="json")}, os.environ
+        ),
     )
     for line in coordinator.open_run(record, probe):
         log.warning("setting changed since this run began: %s", line)

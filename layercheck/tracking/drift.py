@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layercheck.config import DriftConfig
-from layercheck.manifest import DriftReport
+from layercheck.manifest import DriftReport, LayerAge
 from layercheck.tracking.displacement import References
 from layercheck.tracking.sample import SubGroupSample, norms, phase_of, rule_for
 from layercheck.zero3 import SubGroup, Zero3Engine
@@ -36,7 +36,7 @@ class RankNotices:
         error: this rank cannot go on: its state is not finite, or its wait is over.
         step_s: seconds of the step itself, without what the session did in it.
         stall_s: seconds for which training waited for saves since the last report.
-        committed_step, committed_part, lost_steps, fenced: count on rank 0 alone.
+        committed_step, committed_part, lost_steps, fenced, demoted: count on rank 0 alone.
     """
 
     backlog: float = 0.0
@@ -45,6 +45,7 @@ class RankNotices:
     committed_part: int = 0
     lost_steps: tuple[int, ...] = ()
     fenced: bool = False
+    demoted: LayerAge | None = None
     step_s: float = 0.0
     stall_s: float = 0.0
 
@@ -66,6 +67,7 @@ class DriftMeter:
         self._relative = config.norm.startswith("rel_")
         layers = zero3.layer_map.trainable
         self._layers = [layer.name for layer in layers]
+        self._every_layer = [layer.name for layer in zero3.layer_map.layers]
         self._numel = [layer.numel for layer in layers]
         self._index = {name: i for i, name in enumerate(self._layers)}
         device = zero3.sub_groups[0].flat.device
@@ -174,7 +176,7 @@ class DriftMeter:
     def _tail(self, notices: RankNotices) -> list[float]:
         """Backlog and error of each rank, then what rank 0 knows, then seconds as parts of their means."""
         rank, world = self._zero3.rank, self._zero3.world_size
-        tail = [0.0] * (2 * world + 4 + LOST_SLOTS + 2)
+        tail = [0.0] * (2 * world + 6 + LOST_SLOTS + 2)
         tail[rank] = notices.backlog
         tail[world + rank] = float(notices.error)
         tail[-2:] = [notices.step_s / world, notices.stall_s / world]
@@ -185,9 +187,16 @@ class DriftMeter:
                 float(notices.committed_step),
                 float(notices.committed_part),
                 self._lr or self._held_lr,  # a skipped step has none of its own
+                *self._demotion(notices.demoted),
                 *map(float, lost),
             ]
         return tail
+
+    def _demotion(self, demoted: LayerAge | None) -> tuple[float, float]:
+        """(number of the layer, -1 for none; step)."""
+        if demoted is None:
+            return -1.0, 0.0
+        return float(self._every_layer.index(demoted.layer)), float(demoted.step)
 
     def _sums(self, found: list[Tensor]) -> Tensor:
         """Per layer, the weighted sum of the powers of the norms that the hooks found."""
@@ -201,7 +210,7 @@ class DriftMeter:
     def _report(
         self, step: int, rows: Sequence[Sequence[float]], tail: Sequence[float], world: int
     ) -> DriftReport:
-        fenced, committed, part, lr, *lost_slots = tail[2 * world : -2]
+        fenced, committed, part, lr, rotten, usable, *lost_slots = tail[2 * world : -2]
         return DriftReport(
             step=step,
             delta=self._normalised(rows[0], rows[1]),
@@ -212,6 +221,7 @@ class DriftMeter:
             lost_steps=tuple(int(slot) for slot in lost_slots if slot >= 0),
             backlog=max(tail[:world]),
             fenced=fenced > 0,
+            demoted=LayerAge(self._every_layer[int(rotten)], int(usable)) if rotten >= 0 else None,
             errors=int(sum(tail[world : 2 * world])),
             step_s=tail[-2],
             stall_s=tail[-1],

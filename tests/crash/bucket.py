@@ -1,4 +1,4 @@
-"""An object store in memory, spoken to as `pyarrow.fs` is: a PUT is whole or absent, a list shows all of them."""
+"""An object store in memory, spoken to as `pyarrow.fs` is: a PUT is whole or absent, a list shows all."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A POSIX file system in memory whose power can be cut: what was not fsynced may be there, or not, or in part.
+"""A POSIX file system in memory whose power can be cut: what was not fsynced may be there, or in part.
 
 Nodes are immutable values, so a snapshot is one shallow copy. A folder remembers the changes since its last
 fsync; after a power cut any subset of them has reached the disk. A file that was not fsynced holds what it
@@ -69,7 +69,9 @@ class Disk:
         for part in path.split("/"):
             if part:
                 folder = self.nodes[node]
-                if not isinstance(folder, FolderNode) or part not in folder.entries:
+                if isinstance(folder, FileNode):
+                    raise _error(errno.ENOTDIR, path)
+                if part not in folder.entries:
                     return None
                 node = folder.entries[part]
         return node
@@ -222,6 +224,8 @@ class DiskCalls:
         target_folder, target_name = self._folder_of(target)
         assert folder == target_folder, "the model knows renames inside one folder only"
         number = self._existing(source)
+        if self._disk.find(target) == number:
+            return  # two names of one file: POSIX does nothing
         if self._disk.find(target) is not None and self._disk.renames != "atomic":
             if self._disk.renames == "refused":
                 raise _error(errno.EEXIST, target)

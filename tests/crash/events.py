@@ -31,6 +31,7 @@ class Watch:
         on_event: is called with the event's number and how it looks if it gets only half done (None for a
             call that is done or not); whoever records takes his snapshot here.
         kill_at: (number, half done?) of the event at which its owner dies.
+        on_call: is called with the owner before each of its calls, for whoever lets time pass in them.
     """
 
     def __init__(self) -> None:
@@ -38,9 +39,12 @@ class Watch:
         self.dead: set[str] = set()
         self.on_event: Callable[[int, Callable[[], State] | None], None] | None = None
         self.kill_at: tuple[int, bool] | None = None
+        self.on_call: Callable[[str], None] | None = None
 
     def check(self, owner: str) -> None:
-        """Every call begins here."""
+        """Every call begins here, also those that only look."""
+        if self.on_call is not None:
+            self.on_call(owner)
         if owner in self.dead:
             raise PowerCutError(f"{owner} is dead")
 

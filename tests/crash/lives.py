@@ -1,7 +1,7 @@
 """One run on a storage that may fail at any call: two ranks and a coordinator, life after life.
 
-The protocol is that of a session (`recovery/begin.py`, `recovery/restore.py`, `persistence/writer.py`) with the
-real coordinator, journal, plan, shard files and fetch; only the collectives are loops over the ranks here.
+The protocol is that of a session (`recovery/begin.py`, `recovery/restore.py`, `persistence/writer.py`) with
+the real coordinator, journal, plan, shard files and fetch; only the collectives are loops over the ranks.
 """
 
 from dataclasses import dataclass, field
@@ -286,7 +286,7 @@ def live(world: World, until: int) -> Life:
 
 
 def recover(world: World, coordinator: Coordinator | None = None, world_size: int = WORLD) -> Life:
-    """The next life goes on for a few steps, saves, and ends well. Then a reader looks at the storage alone."""
+    """The next life goes on for a few steps, saves, ends well; then a reader looks at storage alone."""
     life = Life(world, coordinator, world_size)
     first = life.begin()
     for step in range(first, max(first + 3, WARMUP + 1)):

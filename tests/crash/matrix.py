@@ -7,7 +7,7 @@ collection, a rotten byte, an amended plan, receipts and metrics. Then, for each
 - `power`: the same, and of what was not fsynced some is gone or torn.
 - `alone`: only the process that makes the call dies. A dead rank is followed by a new attempt of the living
   coordinator; a dead coordinator is built anew and asked again by the living ranks.
-- `twice`: the recovery of a crash is recorded too, and dies at each of its own calls (of a sample of crashes).
+- `twice`: the recovery of a crash is recorded too, and dies at its own calls (a sample of both).
 
 Each life that comes after is checked by the oracle, without any manual step.
 """
@@ -138,8 +138,10 @@ def aftermaths(moment: Moment, medium: str, seed: int) -> Iterator[tuple[str, st
         return
     yield "power", "nothing unsynced is there", after_power_cut(moment.state, lambda n: 0)
     yield "power", "all is there, data torn", after_power_cut(moment.state, lambda n: 1 if n == 4 else n - 1)
-    yield "power", "all names are there, data zero", after_power_cut(
-        moment.state, lambda n: 2 if n == 4 else n - 1
+    yield (
+        "power",
+        "all names are there, data zero",
+        after_power_cut(moment.state, lambda n: 2 if n == 4 else n - 1),
     )
     yield "power", "renamed under both names", after_power_cut(moment.state, lambda n: 1)
     for number in range(_RANDOM_CUTS):
@@ -148,7 +150,7 @@ def aftermaths(moment: Moment, medium: str, seed: int) -> Iterator[tuple[str, st
 
 
 def play_all(medium: str, tally: Tally, stride: int, twice_every: int) -> None:
-    """The cases of one medium. `stride` takes every n-th moment; 0 for `twice_every` leaves double faults out."""
+    """The cases of one medium: every `stride`-th moment, double faults at every `twice_every`-th of these."""
     make = MEDIA[medium]
     moments = record(World(make(None)), story)
     for index, moment in enumerate(moments[::stride]):

@@ -1,7 +1,7 @@
 """What a recovery must give, known without asking the code under test.
 
-The oracle is told what the ranks saved and sees when the write of a commit began and when it returned. A commit
-whose write returned is a promise; one whose write was cut off may exist or not, but only as a whole.
+The oracle is told what the ranks saved and sees when the write of a commit began and when it returned. A
+commit whose write returned is a promise; one whose write was cut off may exist or not, but only as a whole.
 """
 
 import re

@@ -6,7 +6,7 @@ import pytest
 from pyarrow import fs
 
 from layercheck.coordination import journal, object_claims
-from layercheck.coordination.object_claims import Timer
+from layercheck.coordination.timer import Timer
 from layercheck.persistence.arrow_storage import ArrowStorage
 from tests.fakes import Clock
 from tests.runs import Group, config, coordinator, run_record
