@@ -108,9 +108,12 @@ class EventId(Record):
 
     @classmethod
     def parse(cls, folder: str) -> Self | None:
-        """The event of a folder name (`step-00000123.a002`), or None if it is not one."""
+        """The event of a folder name (`step-00000123.a002`), or None if no event has exactly that name."""
         match = re.fullmatch(r"(?:events/)?step-(\d{8,})\.a(\d{3,})(?:\.p(\d{2,}))?", folder)
-        return cls(step=int(match[1]), attempt=int(match[2]), part=int(match[3] or 0)) if match else None
+        if not match or not int(match[2]):
+            return None
+        event = cls(step=int(match[1]), attempt=int(match[2]), part=int(match[3] or 0))
+        return event if event.folder == f"events/{folder.removeprefix('events/')}" else None
 
 
 class ShardRecord(Record):
@@ -355,10 +358,9 @@ class LayerAge:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """What rank 0 learns from the coordinator.
+    """What rank 0 learns from the coordinator. `lost_steps` are all events of this attempt declared lost.
 
-    `lost_steps` are all events of this attempt declared lost; `demoted` the layers whose newest version has
-    rotted.
+    `demoted`: the layers whose newest version has rotted.
     """
 
     committed_step: int = -1

@@ -30,6 +30,7 @@ from layercheck.manifest import (
     ShardRecord,
     TrainerState,
 )
+from layercheck.persistence.damage import is_damage
 from layercheck.persistence.storage import TEMP_PREFIX, Storage
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,11 @@ def _load_or_note(storage: Storage, path: str, kind: type[_Model], notes: list[s
         return _load(storage, path, kind)
     except ValueError as error:  # also pydantic's
         notes.append(f"{path} counts as absent: {error}")
-        return None
+    except StorageError as error:
+        if not is_damage(error):
+            raise
+        notes.append(f"{path} counts as absent: {error.message}")
+    return None
 
 
 def write_run(storage: Storage, run: RunRecord) -> bool:
@@ -170,6 +175,10 @@ def read_receipt(storage: Storage, attempt: int) -> dict[str, Any] | None:
     try:
         return parse(storage.read(receipt_file(attempt)))
     except DamagedRecordError:
+        return None
+    except StorageError as error:
+        if not is_damage(error):
+            raise
         return None
 
 
@@ -247,6 +256,10 @@ def load_commits(storage: Storage) -> tuple[list[Commit], list[EventId], list[st
             damaged.append(event)
             notes.append(f"{event.commit_file} counts as absent: {error}")
         except StorageError as error:
+            if is_damage(error):
+                damaged.append(event)
+                notes.append(f"{event.commit_file} counts as absent: {error.message}")
+                continue
             if storage.size(event.commit_file) is not None:
                 raise  # not deleted meanwhile: the storage itself refuses
             notes.append(f"{event.commit_file} vanished while it was read: {error.message}")

@@ -15,6 +15,7 @@ from layercheck.coordination import audit, scrub_order
 from layercheck.coordination.scrub_order import ShardKey
 from layercheck.errors import LayerCheckError, StorageError
 from layercheck.manifest import BadShard, ShardRecord
+from layercheck.persistence.damage import is_damage
 from layercheck.persistence.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -77,8 +78,7 @@ class Scrubber:
     def turn(self) -> None:
         """Reads the next shard at the pace of the period; reports it if it is bad twice.
 
-        A storage that cannot be reached is no rot: what cannot be read, while its commit cannot be read
-        either, is left for a later turn.
+        A storage that does not answer is no rot: its shard is left for a later turn.
         """
         attempt, live = self._manifest.live_shards()
         keys = {scrub_order.key_of(row) for row in live}
@@ -104,7 +104,7 @@ class Scrubber:
             audit.check_twice(self._storage, row, {}, pace)
         except StorageError as error:
             pace(row.nbytes)
-            return error.message
+            return error.message if is_damage(error) else None
         if row.nbytes == 0:
             pace(1)
         return None

@@ -133,7 +133,7 @@ class ArrowStorage:
         """See `Storage.size`."""
         with self._errors("read", path):
             info = self._fs.get_file_info(self._full(path))
-        return None if info.type == fs.FileType.NotFound else int(info.size or 0)
+        return int(info.size or 0) if info.type == fs.FileType.File else None
 
     def list(self, folder: str) -> list[str]:
         """See `Storage.list`."""

@@ -21,7 +21,8 @@ TEMP_PREFIX = ".tmp-"
 """Names that begin so are unfinished writes: no reader looks at them, collection may delete them."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-_ABSENT = (errno.ENOENT, errno.ELOOP)
+_ABSENT = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR)
+"""Nothing is there, or a link, or a file where a folder should be."""
 _KNOB = "check the storage path, its rights and free space (`storage`)"
 
 
@@ -120,7 +121,7 @@ def checked_path(path: str) -> str:
     """The path itself if it stays inside the store; a path from a damaged record must not leave it."""
     parts = path.split("/")
     if not path or path.startswith("/") or any(part in ("", ".", "..") for part in parts) or "\\" in path:
-        raise StorageError(f"path {path!r} leaves the store", path=path)
+        raise DamagedShardError(f"path {path!r} leaves the store", path=path)
     return path
 
 
@@ -212,7 +213,8 @@ class LocalStorage:
     def size(self, path: str) -> int | None:
         """See `Storage.size`."""
         with self._errors("read", path), _absent_is_fine():
-            return self._os.stat(self._full(path)).st_size
+            found = self._os.stat(self._full(path))
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
         return None
 
     def list(self, folder: str) -> list[str]:
@@ -383,7 +385,6 @@ class LocalStorage:
 
 @contextmanager
 def _absent_is_fine() -> Iterator[None]:
-    """Nothing is there, or only a link, which is as good as nothing."""
     try:
         yield
     except OSError as error:
