@@ -1,4 +1,4 @@
-"""Where bytes go: one folder of one run, reached by seven operations. URIs are in `arrow_storage`.
+"""Where bytes go: one folder of one run, reached by eight operations. URIs are in `arrow_storage`.
 
 What a caller may assume when `write` returns: the object is whole, has its final name, and survives a power
 cut. What it may assume after an exception: nothing new has that name. Nothing here is retried; the writer and
