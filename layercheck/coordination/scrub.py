@@ -85,16 +85,16 @@ class Scrubber:
         self._read_at = {key: at for key, at in self._read_at.items() if key in keys}
         row = scrub_order.next_shard(live, self._read_at, attempt)
         if row is None:
-            self._pause(_IDLE_S)
+            self._pause(min(_IDLE_S, self._period_s))
             return
         live_bytes = sum(other.nbytes for other in live)
         error = self._check(row, live_bytes)
-        self._read_at[scrub_order.key_of(row)] = self._clock()
         if error is not None and self._is_there(row):
             log.error("%s: %s", row.file, error)
             self._manifest.rotten(
                 BadShard(file=row.file, layer=row.layer, step=row.step, attempt=row.attempt, error=error)
             )
+        self._read_at[scrub_order.key_of(row)] = self._clock()  # last: what could not be told is found again
 
     def _check(self, row: ShardRecord, live_bytes: int) -> str | None:
         def pace(nbytes: int) -> None:

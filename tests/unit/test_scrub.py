@@ -12,7 +12,7 @@ from layercheck.coordination.plan import PlanRequest, make_plan
 from layercheck.coordination.scrub import Scrubber
 from layercheck.errors import StorageError
 from layercheck.layers import LayerMap
-from layercheck.manifest import DriftReport, LayerAge, ShardRecord
+from layercheck.manifest import BadShard, DriftReport, LayerAge, ShardRecord
 from layercheck.tracking.ledger import Ledger
 from layercheck.tracking.policy import decide
 from tests.fakes import Clock, flip_bit
@@ -59,8 +59,8 @@ def rot(run: RealRun, step: int, layer: str, rank: int = 1) -> ShardRecord:
     return row
 
 
-def read_all(run: RealRun) -> None:
-    made, _ = scrubber(run)
+def read_all(run: RealRun, made: Scrubber | None = None) -> None:
+    made = made or scrubber(run)[0]
     for _ in live(run):
         made.turn()
 
@@ -205,6 +205,30 @@ def test_i9_a_storage_that_refuses_everything_for_a_while_is_not_rot(run: RealRu
     for _ in live(run):
         made.turn()
     assert run.storage.list("blacklist") == []
+
+
+def test_i9_a_rotten_shard_that_could_not_be_reported_is_found_again(run: RealRun) -> None:
+    class Unheard:
+        def __init__(self) -> None:
+            self.heard: list[str] = []
+            self.deaf = True
+
+        def live_shards(self) -> tuple[int, tuple[ShardRecord, ...]]:
+            return run.coordinator.live_shards()
+
+        def rotten(self, bad: BadShard) -> None:
+            if self.deaf:
+                self.deaf = False
+                raise StorageError("no answer")
+            self.heard.append(bad.layer)
+
+    rot(run, 12, "layers.0")
+    clock, manifest = Clock(), Unheard()
+    made = Scrubber(run.storage, manifest, 1.0, clock, Pacer(clock))
+    with pytest.raises(StorageError):
+        read_all(run, made)
+    made.turn()
+    assert manifest.heard == ["layers.0"]
 
 
 def test_i8_a_fenced_coordinator_blacklists_nothing(run: RealRun) -> None:
