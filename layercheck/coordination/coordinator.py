@@ -47,10 +47,6 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 
 
-def _silent(_: str) -> None:
-    pass
-
-
 class Coordinator:
     """The semantics of `CoordinatorClient` on a storage.
 
@@ -68,7 +64,7 @@ class Coordinator:
         config: LayerCheckConfig,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        say: Callable[[str], None] = _silent,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._storage, self._config = storage, config
         self._clock, self._timer, self._say = clock, Timer(clock, sleep), say
@@ -125,7 +121,9 @@ class Coordinator:
                 if claim is not None:
                     return self._granted(claim)
         raise StorageError(
-            f"attempts of {self._storage.root} were claimed {_MAX_CLAIMS} times by others", claims=_MAX_CLAIMS
+            f"no attempt of {self._storage.root} could be claimed in {_MAX_CLAIMS} tries: others were first, "
+            "or a listing and a PUT take over half a second there (`storage`)",
+            claims=_MAX_CLAIMS,
         )
 
     def amend(self, attempt: int, bad: tuple[BadShard, ...]) -> AttemptGrant:

@@ -133,11 +133,19 @@ class Life:
         self.parts = PartWriter(run_folder, "metrics", grant.attempt, 1e9, METRICS, self.world.clock)
         if grant.plan is None:
             self.step(0, full=True)
-            return 1
+            return 1 if self.safe_full == 0 else self._begin_again()
         self.ask("note_receipt", grant.attempt, {"t_fail": grant.plan.t_fail})
         self.selected = {layer.layer: layer.step for layer in grant.plan.layers}
         self.safe_full = min(self.selected[name] for name in LAYERS)
         return grant.plan.resume_step
+
+    def _begin_again(self) -> int:
+        """Training does not begin before step 0 is committed (I1). Its event is lost: a new attempt."""
+        self.world.clock.now += self.world.settings.event_timeout_s
+        self.step(0)
+        self.ask("end_attempt", self.attempt, "failed", "AgeBoundError: the save of step 0 was lost")
+        self.selected = {}
+        return self.begin()
 
     def _restore(self, grant: AttemptGrant) -> AttemptGrant:
         while grant.plan is not None:

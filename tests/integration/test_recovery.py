@@ -105,7 +105,7 @@ def _first_update(storage: str) -> dict[str, Any]:
         }
 
     def before(group: Any, lr: float) -> None:
-        gradient = group.flat.grad.double().numpy()
+        gradient = engine.optimizer.fp32_partitioned_groups_flat[group.index].grad.double().numpy()
         found = look(group) | {"g": np.concatenate([gradient[b : b + n] for b, n in group.segments])}
         settings = engine.optimizer.optimizer.param_groups[group.group]
         facts = {key: settings[key] for key in ("betas", "eps", "weight_decay")}
