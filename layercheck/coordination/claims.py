@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from layercheck.config import LayerCheckConfig
-from layercheck.coordination import journal, object_claims, restarts
+from layercheck.coordination import journal, restarts
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.plan import PlanRequest, make_plan
 from layercheck.coordination.timer import Timer
@@ -62,6 +62,8 @@ def reclaim(
     record = max(mine, key=lambda record: record.attempt)
     if facts.highest_attempt != record.attempt:
         raise FencedError(f"attempt {record.attempt} is fenced off by a newer one", attempt=record.attempt)
+    if not journal.confirm_claim(storage, record, timer):
+        return None
     plan = make_plan(facts, _request(config, record.world_size, record.mode), begun=record)
     if plan is None or plan.resume_step - 1 >= record.r_b:
         return Claim(facts, record, plan)
@@ -76,8 +78,6 @@ def is_ours(storage: Storage, record: AttemptRecord) -> bool:
     """Reads the claim again: False once a newer one exists, or a rival's token stands in ours."""
     if max(journal.attempt_numbers(storage), default=0) != record.attempt:
         return False
-    if not storage.exclusive:
-        object_claims.shut_out_late_rivals(storage, record.attempt, record.token)
     found = journal.read_attempt(storage, record.attempt)
     return found is None or found.token == record.token
 

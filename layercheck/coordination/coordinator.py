@@ -141,7 +141,8 @@ class Coordinator:
             for shard in bad:
                 journal.blacklist_shard(self._storage, shard)
             claim = reclaim(self._storage, self._read(), self._config, record.token, self._timer)
-            assert claim is not None
+            if claim is None:
+                raise FencedError(f"attempt {attempt} is fenced off by a rival", attempt=attempt)
             return self._granted(claim)
 
     def end_attempt(self, attempt: int, how: str, reason: str = "") -> None:

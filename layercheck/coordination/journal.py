@@ -140,6 +140,11 @@ def claim_attempt(storage: Storage, record: AttemptRecord, timer: Timer = REAL_T
     return object_claims.claim(storage, record.attempt, record.token, dump(record), timer)
 
 
+def confirm_claim(storage: Storage, record: AttemptRecord, timer: Timer = REAL_TIME) -> bool:
+    """Finishes a claim that its maker may have died in; False if its number is somebody else's."""
+    return storage.exclusive or object_claims.confirm(storage, record.attempt, record.token, timer)
+
+
 def read_attempt(storage: Storage, attempt: int) -> AttemptRecord | None:
     """One attempt's claim, None if it is absent or damaged."""
     return _load_or_note(storage, attempt_file(storage, attempt), AttemptRecord, [])

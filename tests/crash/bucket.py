@@ -17,6 +17,8 @@ class Bucket:
     def __init__(self, objects: Objects | None = None) -> None:
         self.objects: Objects = dict(objects or {})
         self.watch = Watch()
+        self.on_its_way: tuple[str, bytes] | None = None
+        """The PUT that is being sent: it may arrive although its sender dies."""
 
     def state(self) -> Objects:
         """Everything, as a value."""
@@ -36,7 +38,9 @@ class _BucketCalls:
         return _Put(self, path)
 
     def put(self, path: str, data: bytes) -> None:
+        self._bucket.on_its_way = (path, data)
         self._bucket.watch.enter(Event(self._owner, "put", path))
+        self._bucket.on_its_way = None
         self._bucket.objects[path] = data
 
     def open_input_file(self, path: str) -> Any:

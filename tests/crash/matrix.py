@@ -7,6 +7,7 @@ collection, a rotten byte, an amended plan, receipts and metrics. Then, for each
 - `power`: the same, and of what was not fsynced some is gone or torn.
 - `alone`: only the process that makes the call dies. A dead rank is followed by a new attempt of the living
   coordinator; a dead coordinator is built anew and asked again by the living ranks.
+- `late`: a PUT arrives at the object store after its sender died, while the next life is under way.
 - `twice`: the recovery of a crash is recorded too, and dies at its own calls (a sample of both).
 
 Each life that comes after is checked by the oracle, without any manual step.
@@ -39,6 +40,7 @@ MEDIA: dict[str, Callable[[State], Medium]] = {
 }
 ROTTEN = "norm"
 _RANDOM_CUTS = 4
+_LATE_CALLS = (1, 3, 4, 6, 9, 14)
 _TEMP = re.compile(r"\.tmp-[0-9a-f-]+")
 
 
@@ -53,6 +55,7 @@ class Moment:
     oracle: Oracle
     tokens: int
     now: float
+    on_its_way: tuple[str, bytes] | None = None
 
 
 @dataclass(slots=True)
@@ -104,9 +107,9 @@ def record(world: World, play: Callable[[World], Any]) -> list[Moment]:
 
     def moment(number: int, how: str, state: State) -> Moment:
         name = f"{how} {number} ({_TEMP.sub('.tmp', str(watch.seen[number]))})"
-        return Moment(
-            name, number, how == "half of", state, world.oracle.copy(), world.tokens, world.clock.now
-        )
+        sent = world.medium.on_its_way if isinstance(world.medium, Bucket) else None
+        outlived = (world.oracle.copy(), world.tokens, world.clock.now)
+        return Moment(name, number, how == "half of", state, *outlived, sent)
 
     def on_event(number: int, half: Callable[[], State] | None) -> None:
         moments.append(moment(number, "before", world.medium.state()))
@@ -161,6 +164,9 @@ def play_all(medium: str, tally: Tally, stride: int, twice_every: int) -> None:
             play_twice(medium, tally, moment, index)
     for moment in moments[:-1:stride]:
         tally.count("alone", f"{medium}: {moment.name}", play_alone(make, moment))
+        for call in _LATE_CALLS if moment.on_its_way else ():
+            name = f"{medium}: {moment.name}, arrives at call {call}"
+            tally.count("late", name, play_late(make, moment, call))
 
 
 def play_twice(medium: str, tally: Tally, moment: Moment, seed: int) -> None:
@@ -172,7 +178,9 @@ def play_twice(medium: str, tally: Tally, moment: Moment, seed: int) -> None:
     except AssertionError:
         return  # counted as a failure of the first death already
     for index, second in enumerate(moments[seed % 5 :: 5]):
-        for _, how, state in list(aftermaths(second, medium, index))[::3]:
+        options = list(aftermaths(second, medium, index))
+        for chosen in sorted({1 % len(options), index % len(options)}):
+            _, how, state = options[chosen]
             name = f"{medium}: {moment.name}, then {second.name}, {how}"
             tally.count("twice", name, _played(tally, second, state, make))
 
@@ -201,6 +209,21 @@ def play_alone(make: Callable[[State], Medium], moment: Moment) -> str | None:
             recover(world)
 
     return attempt(play)
+
+
+def play_late(make: Callable[[State], Medium], moment: Moment, call: int) -> str | None:
+    """All died, and what the last one had sent arrives just before a call of the next life."""
+    world = world_at(moment, moment.state, make)
+    assert isinstance(world.medium, Bucket)
+    assert moment.on_its_way is not None
+    objects, (path, data) = world.medium.objects, moment.on_its_way
+
+    def on_event(number: int, _: object) -> None:
+        if number == call:
+            objects[path] = data
+
+    world.medium.watch.on_event = on_event
+    return attempt(lambda: recover(world, tidy=False))
 
 
 def attempt(play: Callable[[], Any]) -> str | None:

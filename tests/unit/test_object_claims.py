@@ -68,6 +68,25 @@ def test_a_slow_put_is_withdrawn_even_if_it_lands_once_more_and_its_number_is_go
     assert object_claims.numbers(storage) == {2}
 
 
+def test_a_claim_that_died_before_it_was_sure_is_finished_by_the_same_token(storage: ArrowStorage) -> None:
+    clock = Clock()
+    storage.write(f"attempts/a002.{HIGH}.json", [b"first"])
+    assert object_claims.confirm(storage, 2, HIGH, Timer(clock, clock.sleep))
+    assert clock.now > Clock().now, "it waits for rivals as the claim itself would have"
+    storage.write(f"attempts/a002.{LOW}.json", [b"too late"])
+    assert object_claims.confirm(storage, 2, HIGH, Timer(clock, clock.sleep))
+    assert storage.read(object_claims.path(storage, 2)) == b"first"
+
+
+def test_a_claim_that_died_before_it_was_sure_may_have_lost_meanwhile(storage: ArrowStorage) -> None:
+    clock = Clock()
+    storage.write(f"attempts/a002.{LOW}.json", [b"slow and dead"])
+    storage.write(f"attempts/a002.{HIGH}.json", [b"rival"])
+    storage.write(f"attempts/a002.{HIGH}.won", [b"won"])
+    assert not object_claims.confirm(storage, 2, LOW, Timer(clock, clock.sleep))
+    assert storage.read(object_claims.path(storage, 2)) == b"rival"
+
+
 def test_i8_a_second_claimant_of_an_object_store_fences_the_first(storage: ArrowStorage) -> None:
     first, second = coordinator(storage), coordinator(storage)  # type: ignore[arg-type]
     storage.write("probe", [b"x"])
