@@ -2,7 +2,8 @@
 
 States, all ranks together unless said otherwise:
 1. each rank fetches its parts of the plan, layer by layer, into its fp32 partitions and moments. What the
-   model computes with is not touched.
+   model computes with is not touched. A storage that does not answer one rank ends the attempt on all of
+   them, and no version is given up for it.
 2. one all-reduce counts the bad shards. None: go to 4.
 3. rank 0 has the coordinator amend the plan; only the layers that changed are fetched again; back to 2.
 4. all ranks hold the same whole plan: the weights follow. A failure before this point takes the partitions
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.errors import StorageError
 from layercheck.manifest import AttemptGrant, BadShard, LayerPlan, Receipt, RecoveryPlan
 from layercheck.persistence.storage import Storage
 from layercheck.recovery import install
@@ -33,6 +35,7 @@ def restore(
 
     Raises:
         NoPlanError: without the bad shards nothing is left to recover from.
+        StorageError: the storage does not answer.
     """
     assert grant.plan is not None, "a fresh run has nothing to restore"
     started = time.monotonic()
@@ -72,8 +75,20 @@ def _fetch_all(
 
 
 def _fetch(zero3: Zero3Engine, fetcher: Fetcher, todo: tuple[LayerPlan, ...]) -> list[BadShard]:
-    """Fetches layers into the partitions, one at a time; returns what could not be had."""
-    outcomes = [_fetch_one(zero3, fetcher, plan) for plan in todo]
+    """Fetches layers into the partitions, one at a time; returns what could not be had. A collective.
+
+    Raises:
+        StorageError: on every rank, if the storage does not answer one of them: a rank that left alone would
+            hang the others.
+    """
+    refused: StorageError | None = None
+    outcomes: list[BadShard | None] = []
+    try:
+        outcomes = [_fetch_one(zero3, fetcher, plan) for plan in todo]
+    except StorageError as error:
+        refused = error
+    if count_over_ranks(int(refused is not None), zero3.collective_device):
+        raise refused or StorageError("another rank cannot read the storage: see its error (`storage`)")
     return [bad for bad in outcomes if bad is not None]
 
 
