@@ -45,6 +45,29 @@ _TEMP = re.compile(r"\.tmp-[0-9a-f-]+")
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """Which part of the cases is played.
+
+    Every n-th moment for a crash and a power cut, for a death alone, and for the first of two deaths, of whose
+    recovery every n-th call is the second.
+    """
+
+    moments: int = 1
+    alone: int = 3
+    twice: int = 30
+    calls: int = 5
+
+
+SAMPLES = {
+    "disk": Sample(),
+    "disk that refuses to rename over a name": Sample(4, 8, 90),
+    "disk that renames in two steps": Sample(4, 8, 90),
+    "object store": Sample(alone=1, twice=10),
+}
+THOROUGH = Sample(1, 1, 6, 2)
+
+
+@dataclass(frozen=True, slots=True)
 class Moment:
     """Just before (or half way through) one call: all that outlives the death of every process."""
 
@@ -152,32 +175,31 @@ def aftermaths(moment: Moment, medium: str, seed: int) -> Iterator[tuple[str, st
         yield "power", f"random {number}", after_power_cut(moment.state, rng.randrange)
 
 
-def play_all(medium: str, tally: Tally, stride: int, twice_every: int) -> None:
-    """The cases of one medium: every `stride`-th moment, double faults at every `twice_every`-th of these."""
+def play_all(medium: str, tally: Tally, sample: Sample) -> None:
+    """The cases of one medium."""
     make = MEDIA[medium]
     moments = record(World(make(None)), story)
-    for index, moment in enumerate(moments[::stride]):
+    for index, moment in enumerate(moments[:: sample.moments]):
         for kind, how, state in aftermaths(moment, medium, index):
             name = f"{medium}: {moment.name}, {how}"
             tally.count(kind, name, _played(tally, moment, state, make))
-        if twice_every and index % twice_every == 0:
-            play_twice(medium, tally, moment, index)
-    for moment in moments[:-1:stride]:
+    for index, moment in enumerate(moments[:: sample.twice]):
+        play_twice(medium, tally, moment, index, sample.calls)
+    for moment in moments[: -1 : sample.alone]:
         tally.count("alone", f"{medium}: {moment.name}", play_alone(make, moment))
+    for moment in moments[: -1 : sample.moments]:
         for call in _LATE_CALLS if moment.on_its_way else ():
             name = f"{medium}: {moment.name}, arrives at call {call}"
             tally.count("late", name, play_late(make, moment, call))
 
 
-def play_twice(medium: str, tally: Tally, moment: Moment, seed: int) -> None:
-    """A second death at the calls of the recovery from the first; a sample of them."""
+def play_twice(medium: str, tally: Tally, moment: Moment, seed: int, every: int) -> None:
+    """A second death at the calls of the recovery from the first."""
     make = MEDIA[medium]
-    first = world_at(moment, moment.state, make)
-    try:
-        moments = record(first, recover)
-    except AssertionError:
-        return  # counted as a failure of the first death already
-    for index, second in enumerate(moments[seed % 5 :: 5]):
+    first, moments = world_at(moment, moment.state, make), []
+    if attempt(lambda: moments.extend(record(first, recover))) is not None:
+        return  # a failure of the first death, and counted as one
+    for index, second in enumerate(moments[seed % every :: every]):
         options = list(aftermaths(second, medium, index))
         for chosen in sorted({1 % len(options), index % len(options)}):
             _, how, state = options[chosen]
@@ -245,11 +267,11 @@ def _content(state: State) -> Any:
 # ---------------------------------------------------------------- command
 
 
-def run_matrix(media: list[str] | None = None, stride: int = 1, twice_every: int = 12) -> Tally:
+def run_matrix(media: list[str] | None = None, sample: Sample | None = None) -> Tally:
     """Plays the cases of all media."""
     tally = Tally()
     for medium in media or list(MEDIA):
-        play_all(medium, tally, stride, twice_every)
+        play_all(medium, tally, sample or SAMPLES[medium])
     return tally
 
 
@@ -257,9 +279,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.crash.matrix", description=__doc__.split("\n")[0])
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     parser.add_argument("--medium", choices=list(MEDIA), action="append", help="only this one (repeatable)")
-    parser.add_argument("--stride", type=int, default=1, help="every n-th moment only")
+    parser.add_argument("--thorough", action="store_true", help="every moment in every way: many minutes")
     arguments = parser.parse_args()
-    tally = run_matrix(arguments.medium, arguments.stride)
+    tally = run_matrix(arguments.medium, THOROUGH if arguments.thorough else None)
     result = {"cases": tally.cases, "correct": tally.correct, "failures": tally.failures}
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
