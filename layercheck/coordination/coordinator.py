@@ -204,7 +204,7 @@ class Coordinator:
                 lost_steps=self._book.lost_steps,
                 fenced=self._fenced,
                 alerts=self._alerts.take(),
-                demoted=scrub_order.demoted(self._facts) if self._facts and self._facts.bad else (),
+                demoted=scrub_order.demoted(self._facts) if self._facts else (),
             )
 
     def status(self) -> dict[str, Any]:
@@ -256,12 +256,10 @@ class Coordinator:
             self._scrubber = Scrubber(self._storage, self, self._config.scrub_hours)
             self._scrubber.start()
 
-    def live_shards(self) -> tuple[int, tuple[ShardRecord, ...]]:
+    def facts(self) -> StoreFacts | None:
         """See `scrub.Manifest`."""
         with self._lock:
-            if self._facts is None or self._record is None or self._fenced:
-                return 0, ()
-            return self._record.attempt, scrub_order.live_shards(self._facts)
+            return None if self._fenced else self._facts
 
     def rotten(self, bad: BadShard) -> None:
         """See `scrub.Manifest`. The layer counts as old as its version before, and is due at once."""
@@ -270,9 +268,7 @@ class Coordinator:
                 return
             self._guarded("blacklist", lambda: journal.blacklist_shard(self._storage, bad))
             self._facts = replace(self._facts, bad=(*self._facts.bad, bad))
-            self._alerts.add(
-                f"layer {bad.layer} of step {bad.step} has rotted and is saved anew: {bad.error}"
-            )
+            self._alerts.add(f"layer {bad.layer} of step {bad.step} has rotted: {bad.error}")
 
     # ------------------------------------------------------------ claims
 

@@ -8,10 +8,12 @@ are 35 MB/s, and a small store is read some bytes a minute. What it reads next i
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 from layercheck.coordination import audit, scrub_order
+from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.scrub_order import ShardKey
 from layercheck.errors import LayerCheckError, StorageError
 from layercheck.manifest import BadShard, ShardRecord
@@ -20,6 +22,7 @@ from layercheck.persistence.storage import Storage
 
 log = logging.getLogger(__name__)
 _IDLE_S = 60.0
+_LOOK_AGAIN_S = 600.0
 _CLOSE_S = 5.0
 
 
@@ -30,8 +33,8 @@ class _Stopped(Exception):  # noqa: N818 - no error: the thread was told to end
 class Manifest(Protocol):
     """What a scrubber needs of a coordinator."""
 
-    def live_shards(self) -> tuple[int, tuple[ShardRecord, ...]]:
-        """The attempt and what is live for it; nothing for one that is fenced or has not begun."""
+    def facts(self) -> StoreFacts | None:
+        """What the store holds for the current attempt; None if that is fenced or has not begun."""
         ...
 
     def rotten(self, bad: BadShard) -> None:
@@ -63,6 +66,8 @@ class Scrubber:
         self._closing = threading.Event()
         self._wait = wait or self._closing.wait
         self._read_at: dict[ShardKey, float] = {}
+        self._todo: deque[ShardRecord] = deque()
+        self._live_bytes, self._look_again_at = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="layercheck-scrub", daemon=True)
 
     def start(self) -> None:
@@ -80,25 +85,36 @@ class Scrubber:
 
         A storage that does not answer is no rot: its shard is left for a later turn.
         """
-        attempt, live = self._manifest.live_shards()
-        keys = {scrub_order.key_of(row) for row in live}
-        self._read_at = {key: at for key, at in self._read_at.items() if key in keys}
-        row = scrub_order.next_shard(live, self._read_at, attempt)
-        if row is None:
+        if not self._todo or self._clock() >= self._look_again_at:
+            self._look_again()
+        if not self._todo:
             self._pause(min(_IDLE_S, self._period_s))
             return
-        live_bytes = sum(other.nbytes for other in live)
-        error = self._check(row, live_bytes)
+        row = self._todo[0]
+        error = self._check(row)
         if error is not None and self._is_there(row):
             log.error("%s: %s", row.file, error)
             self._manifest.rotten(
                 BadShard(file=row.file, layer=row.layer, step=row.step, attempt=row.attempt, error=error)
             )
-        self._read_at[scrub_order.key_of(row)] = self._clock()  # last: what could not be told is found again
+        # Only now: what could not be told is found again.
+        self._todo.popleft()
+        self._read_at[scrub_order.key_of(row)] = self._clock()
 
-    def _check(self, row: ShardRecord, live_bytes: int) -> str | None:
+    def _look_again(self) -> None:
+        """Takes up what was committed meanwhile; not for each shard, of which there may be a million."""
+        facts = self._manifest.facts()
+        live = scrub_order.live_shards(facts) if facts else ()
+        keys = {scrub_order.key_of(row) for row in live}
+        self._read_at = {key: at for key, at in self._read_at.items() if key in keys}
+        attempt = facts.newest.attempt if facts and facts.newest else 0
+        self._todo = deque(scrub_order.in_turn(live, self._read_at, attempt))
+        self._live_bytes = sum(row.nbytes for row in live)
+        self._look_again_at = self._clock() + min(_LOOK_AGAIN_S, self._period_s)
+
+    def _check(self, row: ShardRecord) -> str | None:
         def pace(nbytes: int) -> None:
-            self._pause(scrub_order.pause_s(nbytes, live_bytes, self._period_s))
+            self._pause(scrub_order.pause_s(nbytes, self._live_bytes, self._period_s))
 
         try:
             audit.check_twice(self._storage, row, {}, pace)

@@ -4,11 +4,11 @@ A disk rots silently, and the versions that live longest (a full event, frozen l
 move) are the last resort of a recovery. So every live byte is read once in a period, at an even rate.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 
-from layercheck.coordination.facts import StoreFacts, Version, by_layer
-from layercheck.manifest import LayerAge, ShardRecord
+from layercheck.coordination.facts import StoreFacts, Version, by_layer, version_in
+from layercheck.manifest import Commit, LayerAge, ShardRecord
 
 ShardKey = tuple[str, str]
 """(file, layer)."""
@@ -21,19 +21,13 @@ def live_shards(facts: StoreFacts) -> tuple[ShardRecord, ...]:
     return tuple(shard for version in good for shard in version.shards)
 
 
-def next_shard(
-    live: Iterable[ShardRecord], read_at: Mapping[ShardKey, float], seed: int
-) -> ShardRecord | None:
-    """The shard to read next: one not yet read by this process, else the one read longest ago.
+def in_turn(live: Iterable[ShardRecord], read_at: Mapping[ShardKey, float], seed: int) -> list[ShardRecord]:
+    """The shards in the order to read them: those not yet read by this process, then the ones read long ago.
 
     Those not yet read come in an order drawn from `seed` (the attempt): a run that is restarted more often
     than once in a period would otherwise read the same few again and again.
     """
-    return min(
-        live,
-        key=lambda row: (read_at.get(key_of(row), -1.0), _draw(row, seed)),
-        default=None,
-    )
+    return sorted(live, key=lambda row: (read_at.get(key_of(row), -1.0), _draw(row, seed)))
 
 
 def pause_s(nbytes: int, live_bytes: int, period_s: float) -> float:
@@ -51,18 +45,26 @@ def demoted(facts: StoreFacts) -> tuple[LayerAge, ...]:
 
     Step -1 where none is left.
     """
-    versions = by_layer(facts.live_commits(facts.lineage), facts.run.layer_map)
-    rotten = {layer for layer, _, _ in facts.bad_versions}
-    found = ((layer, versions[layer]) for layer in sorted(rotten & versions.keys()))
+    if not facts.bad:
+        return ()
+    newest_first = facts.live_commits(facts.lineage)[::-1]
+    layers = sorted({layer for layer, _, _ in facts.bad_versions} & facts.run.layer_map.by_name.keys())
+    found = ((layer, list(_until_good(facts, newest_first, layer))) for layer in layers)
     return tuple(
-        LayerAge(layer, _newest_good(facts, all_of))
-        for layer, all_of in found
-        if all_of and all_of[0].key in facts.bad_versions
+        LayerAge(layer, -1 if versions[-1].key in facts.bad_versions else versions[-1].event.step)
+        for layer, versions in found
+        if versions and versions[0].key in facts.bad_versions
     )
 
 
-def _newest_good(facts: StoreFacts, versions: list[Version]) -> int:
-    return next((v.event.step for v in versions if v.key not in facts.bad_versions), -1)
+def _until_good(facts: StoreFacts, newest_first: list[Commit], layer: str) -> Iterator[Version]:
+    """Versions of a layer, newest first, up to the first that nobody found damaged."""
+    for commit in newest_first:
+        version = version_in(commit, layer)
+        if version is not None:
+            yield version
+            if version.key not in facts.bad_versions:
+                return
 
 
 def _draw(row: ShardRecord, seed: int) -> bytes:

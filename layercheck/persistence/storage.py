@@ -144,7 +144,7 @@ class LocalStorage:
     exclusive = True
 
     def __init__(self, root: str, calls: FileCalls = os) -> None:
-        self.root = root
+        self.root = os.path.abspath(root)
         self._os = calls
         self._durable: set[str] = set()
         """Folders whose entry this process has seen reach the disk."""

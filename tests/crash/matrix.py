@@ -48,8 +48,8 @@ _TEMP = re.compile(r"\.tmp-[0-9a-f-]+")
 class Sample:
     """Which part of the cases is played.
 
-    Every n-th moment for a crash and a power cut, for a death alone, and for the first of two deaths, of whose
-    recovery every n-th call is the second.
+    Every n-th moment for a crash and a power cut, for a death alone, and for the first of two deaths, of
+    whose recovery every n-th call is the second.
     """
 
     moments: int = 1

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layercheck.coordination import journal, scrub_order
+from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.plan import PlanRequest, make_plan
 from layercheck.coordination.scrub import Scrubber
 from layercheck.errors import StorageError
@@ -49,7 +50,9 @@ def scrubber(run: RealRun, hours: float = 1.0) -> tuple[Scrubber, Pacer]:
 
 
 def live(run: RealRun) -> tuple[ShardRecord, ...]:
-    return run.coordinator.live_shards()[1]
+    facts = run.coordinator.facts()
+    assert facts is not None
+    return scrub_order.live_shards(facts)
 
 
 def rot(run: RealRun, step: int, layer: str, rank: int = 1) -> ShardRecord:
@@ -80,8 +83,7 @@ def row(number: int, nbytes: int = 10) -> ShardRecord:
 def test_every_shard_is_read_once_before_any_is_read_again(count: int, seed: int) -> None:
     rows, read_at, order = [row(n) for n in range(count)], {}, []
     for turn in range(2 * count):
-        chosen = scrub_order.next_shard(rows, read_at, seed)
-        assert chosen is not None
+        chosen = scrub_order.in_turn(rows, read_at, seed)[0]
         read_at[scrub_order.key_of(chosen)] = float(turn)
         order.append(chosen.layer)
     assert sorted(order[:count]) == sorted(one.layer for one in rows)
@@ -90,12 +92,19 @@ def test_every_shard_is_read_once_before_any_is_read_again(count: int, seed: int
 
 def test_attempts_that_are_all_short_read_different_shards() -> None:
     rows = [row(n) for n in range(40)]
-    first = {scrub_order.next_shard(rows, {}, attempt).layer for attempt in range(200)}  # type: ignore[union-attr]
+    first = {scrub_order.in_turn(rows, {}, attempt)[0].layer for attempt in range(200)}
     assert len(first) > 35
 
 
-def test_nothing_is_read_where_nothing_is_live() -> None:
-    assert scrub_order.next_shard([], {}, 1) is None
+def test_what_is_committed_meanwhile_is_read_too(run: RealRun) -> None:
+    made, _ = scrubber(run)
+    for _ in live(run):
+        made.turn()
+    run.save(15, "layers.0")
+    rot(run, 15, "layers.0")
+    for _ in live(run):
+        made.turn()
+    assert [one.step for one in journal.load_facts(run.storage).bad] == [15]
 
 
 def test_one_round_takes_the_period_whatever_the_sizes(run: RealRun) -> None:
@@ -213,8 +222,8 @@ def test_i9_a_rotten_shard_that_could_not_be_reported_is_found_again(run: RealRu
             self.heard: list[str] = []
             self.deaf = True
 
-        def live_shards(self) -> tuple[int, tuple[ShardRecord, ...]]:
-            return run.coordinator.live_shards()
+        def facts(self) -> StoreFacts | None:
+            return run.coordinator.facts()
 
         def rotten(self, bad: BadShard) -> None:
             if self.deaf:
