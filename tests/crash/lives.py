@@ -274,7 +274,7 @@ def _check_slice(found: Any, want: Wanted, version: LayerPlan) -> None:
 
 
 SCHEDULE: dict[int, tuple[str, ...]] = {
-    5: ("layers.0",), 6: ("norm", "embed_tokens"), 7: ("layers.0",), 8: ("norm",), 11: ("layers.0",),
+    5: ("layers.0",), 6: ("embed_tokens", "norm"), 7: ("layers.0",), 8: ("norm",), 11: ("layers.0",),
     12: ("embed_tokens",),
 }  # fmt: skip
 FIRST_LIFE, SECOND_LIFE = 8, 13

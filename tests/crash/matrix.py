@@ -6,7 +6,8 @@ collection, a rotten byte, an amended plan, receipts and metrics. Then, for each
 - `crash`: everything dies before the call, and by half in it; the next life starts from storage alone.
 - `power`: the same, and of what was not fsynced some is gone or torn.
 - `alone`: only the process that makes the call dies. A dead rank is followed by a new attempt of the living
-  coordinator; a dead coordinator is built anew and asked again by the living ranks.
+  coordinator; a dead coordinator is built anew and asked again by the living ranks, and at the end of
+  the run the power goes: what the new one said is committed must be there.
 - `late`: a PUT arrives at the object store after its sender died, while the next life is under way.
 - `twice`: the recovery of a crash is recorded too, and dies at its own calls (a sample of both).
 
@@ -112,7 +113,7 @@ def story(world: World) -> None:
 
 
 def rot(world: World) -> None:
-    """One byte of the newest version of a layer changes on the medium."""
+    """One byte of the newest version of a layer, the last one in its file, changes on the medium."""
     step, attempt = world.oracle.rot(ROTTEN)
     path = f"/shared/runs/r1/layercheck/events/step-{step:08d}.a{attempt:03d}/rank-00001.safetensors"
     if isinstance(world.medium, Disk):
@@ -228,6 +229,8 @@ def play_alone(make: Callable[[State], Medium], moment: Moment) -> str | None:
             world.medium.watch.dead.clear()
             recover(world, world.coordinator)
         else:
+            if isinstance(world.medium, Disk):
+                world.medium.nodes = after_power_cut(world.medium.nodes, lambda n: 0)
             recover(world)
 
     return attempt(play)
