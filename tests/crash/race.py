@@ -5,8 +5,8 @@ its effect at the end of them; the process whose call ends first goes on. No rea
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from itertools import cycle
+from collections.abc import Callable
+from itertools import chain, repeat
 
 from layercheck.coordination.timer import Timer
 
@@ -14,11 +14,11 @@ _LIMIT_S = 60.0
 
 
 class Race:
-    """Threads that take turns by one clock. `delays`: seconds of each racer's calls, over and over."""
+    """Threads that take turns by one clock. `delays`: seconds of each racer's calls, the last for ever."""
 
     def __init__(self, delays: dict[str, list[float]]) -> None:
         self.now = 0.0
-        self._delays: dict[str, Iterator[float]] = {name: cycle(seconds) for name, seconds in delays.items()}
+        self._delays = {name: chain(seconds, repeat(seconds[-1])) for name, seconds in delays.items()}
         self._wakes: dict[str, float] = {}
         self._turn = {name: threading.Semaphore(0) for name in delays}
         self._over = threading.Event()
