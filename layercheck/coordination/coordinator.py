@@ -75,7 +75,7 @@ class Coordinator:
         self._record: AttemptRecord | None = None
         self._book = EventBook(0, 0)
         self._heart = Heart(storage, clock)
-        self._collector = Collector(storage, config)
+        self._collector = Collector(storage, config, clock)
         self._fenced = False
         self._recovered = False
         self._failure_at: float | None = None

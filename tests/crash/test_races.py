@@ -87,6 +87,7 @@ def check_one_lineage(both: list[Submission], bucket: Bucket) -> None:
     assert not survivor.fenced
     assert not survivor.refused
     assert facts.newest.attempt == survivor.attempt
+    assert other.attempt != survivor.attempt, "two were granted one number"
     assert other.fenced or other.refused or other.ended_at <= survivor.granted_at
     plan = make_plan(facts, PlanRequest(2))
     assert plan is not None
