@@ -10,11 +10,11 @@ import psutil
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination.link import HeartbeatLink
 from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.layers import LayerStep
 from layercheck.manifest import (
     AttemptGrant,
     DriftReport,
     HeartbeatReply,
-    LayerAge,
     Receipt,
     TrainerState,
 )
@@ -124,7 +124,7 @@ class Attempt:
             stall_s=self.stall_s,
         )
 
-    def _rot_to_tell(self, reply: HeartbeatReply) -> LayerAge | None:
+    def _rot_to_tell(self, reply: HeartbeatReply) -> LayerStep | None:
         """One layer a step whose newest version has rotted, as far as the ledger does not know it yet.
 
         Not to ranks that wait: their step has had its event, and one more for this layer could not be taken.

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from layercheck.groups import OptimizerGroup
-from layercheck.layers import LayerMap
+from layercheck.layers import LayerMap, LayerStep
 
 FORMAT_VERSION = 1
 Reason = Literal["drift", "age", "full", "preemption"]
@@ -56,7 +56,7 @@ class DriftReport:
     lost_steps: tuple[int, ...] = ()
     backlog: float = 0.0
     fenced: bool = False
-    demoted: "LayerAge | None" = None
+    demoted: LayerStep | None = None
     errors: int = 0
     displacement: dict[str, float] | None = None
     step_s: float = 0.0
@@ -349,14 +349,6 @@ class AttemptGrant:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerAge:
-    """A layer and the step of the newest version that counts for it, -1 for none."""
-
-    layer: str
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class HeartbeatReply:
     """What rank 0 learns from the coordinator. `lost_steps` are all events of this attempt declared lost.
 
@@ -368,7 +360,7 @@ class HeartbeatReply:
     lost_steps: tuple[int, ...] = ()
     fenced: bool = False
     alerts: tuple[str, ...] = ()
-    demoted: tuple[LayerAge, ...] = ()
+    demoted: tuple[LayerStep, ...] = ()
 
 
 class Receipt(Record):

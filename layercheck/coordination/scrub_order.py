@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 
 from layercheck.coordination.facts import StoreFacts, Version, by_layer, version_in
-from layercheck.manifest import Commit, LayerAge, ShardRecord
+from layercheck.layers import LayerStep
+from layercheck.manifest import Commit, ShardRecord
 
 ShardKey = tuple[str, str]
 """(file, layer)."""
@@ -40,7 +41,7 @@ def key_of(row: ShardRecord) -> ShardKey:
     return row.file, row.layer
 
 
-def demoted(facts: StoreFacts) -> tuple[LayerAge, ...]:
+def demoted(facts: StoreFacts) -> tuple[LayerStep, ...]:
     """The layers whose newest live version turned out damaged, with the step of the one that counts instead.
 
     Step -1 where none is left.
@@ -51,7 +52,7 @@ def demoted(facts: StoreFacts) -> tuple[LayerAge, ...]:
     layers = sorted({layer for layer, _, _ in facts.bad_versions} & facts.run.layer_map.by_name.keys())
     found = ((layer, list(_until_good(facts, newest_first, layer))) for layer in layers)
     return tuple(
-        LayerAge(layer, -1 if versions[-1].key in facts.bad_versions else versions[-1].event.step)
+        LayerStep(layer, -1 if versions[-1].key in facts.bad_versions else versions[-1].event.step)
         for layer, versions in found
         if versions and versions[0].key in facts.bad_versions
     )

@@ -63,7 +63,7 @@ def _fetch_all(
     """States 1 to 3: the grant and the plan that were carried out, and the shards that were bad."""
     all_bad: tuple[BadShard, ...] = ()
     todo = plan.layers
-    while bad := _bad_on_any_rank(_fetch(zero3, fetcher, todo), zero3.collective_device):
+    while bad := _fetch_on_all_ranks(zero3, fetcher, todo):
         all_bad += bad
         before = {layer.layer: layer for layer in plan.layers}
         attempt = grant.attempt
@@ -74,21 +74,28 @@ def _fetch_all(
     return grant, plan, all_bad
 
 
-def _fetch(zero3: Zero3Engine, fetcher: Fetcher, todo: tuple[LayerPlan, ...]) -> list[BadShard]:
-    """Fetches layers into the partitions, one at a time; returns what could not be had. A collective.
+def _fetch_on_all_ranks(
+    zero3: Zero3Engine, fetcher: Fetcher, todo: tuple[LayerPlan, ...]
+) -> tuple[BadShard, ...]:
+    """States 1 and 2. A rank that left alone would hang the others, so all of them leave.
 
     Raises:
-        StorageError: on every rank, if the storage does not answer one of them: a rank that left alone would
-            hang the others.
+        StorageError: on every rank, if the storage does not answer one of them.
     """
     refused: StorageError | None = None
-    outcomes: list[BadShard | None] = []
+    bad: list[BadShard] = []
     try:
-        outcomes = [_fetch_one(zero3, fetcher, plan) for plan in todo]
+        bad = _fetch(zero3, fetcher, todo)
     except StorageError as error:
         refused = error
     if count_over_ranks(int(refused is not None), zero3.collective_device):
         raise refused or StorageError("another rank cannot read the storage: see its error (`storage`)")
+    return _bad_on_any_rank(bad, zero3.collective_device)
+
+
+def _fetch(zero3: Zero3Engine, fetcher: Fetcher, todo: tuple[LayerPlan, ...]) -> list[BadShard]:
+    """Fetches layers into the partitions, one at a time; returns what could not be had."""
+    outcomes = [_fetch_one(zero3, fetcher, plan) for plan in todo]
     return [bad for bad in outcomes if bad is not None]
 
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layercheck.config import DriftConfig
-from layercheck.manifest import DriftReport, LayerAge
+from layercheck.layers import LayerStep
+from layercheck.manifest import DriftReport
 from layercheck.tracking.displacement import References
 from layercheck.tracking.sample import SubGroupSample, norms, phase_of, rule_for
 from layercheck.zero3 import SubGroup, Zero3Engine
@@ -45,7 +46,7 @@ class RankNotices:
     committed_part: int = 0
     lost_steps: tuple[int, ...] = ()
     fenced: bool = False
-    demoted: LayerAge | None = None
+    demoted: LayerStep | None = None
     step_s: float = 0.0
     stall_s: float = 0.0
 
@@ -192,7 +193,7 @@ class DriftMeter:
             ]
         return tail
 
-    def _demotion(self, demoted: LayerAge | None) -> tuple[float, float]:
+    def _demotion(self, demoted: LayerStep | None) -> tuple[float, float]:
         """(number of the layer, -1 for none; step)."""
         if demoted is None:
             return -1.0, 0.0
@@ -221,7 +222,7 @@ class DriftMeter:
             lost_steps=tuple(int(slot) for slot in lost_slots if slot >= 0),
             backlog=max(tail[:world]),
             fenced=fenced > 0,
-            demoted=LayerAge(self._every_layer[int(rotten)], int(usable)) if rotten >= 0 else None,
+            demoted=LayerStep(self._every_layer[int(rotten)], int(usable)) if rotten >= 0 else None,
             errors=int(sum(tail[world : 2 * world])),
             step_s=tail[-2],
             stall_s=tail[-1],

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from layercheck.config import LayerCheckConfig
-from layercheck.coordination import journal
+from layercheck.coordination import audit, journal
 from layercheck.coordination.coordinator import Coordinator
 from layercheck.coordination.plan import PlanRequest, make_plan
 from layercheck.layers import ParamSpec
-from layercheck.manifest import AttemptGrant, EventId, LayerPlan, Reason, RecoveryPlan, ShardRecord
+from layercheck.manifest import AttemptGrant, BadShard, EventId, LayerPlan, Reason, RecoveryPlan, ShardRecord
 from layercheck.persistence.shard_file import ShardAbout, ShardTensor, SliceMeta, StateScalar, layout
 from layercheck.persistence.storage import TEMP_PREFIX, Storage
 from layercheck.persistence.writer import HashedBytes
@@ -245,9 +245,10 @@ def fetch(stores: list[Storage], plan: RecoveryPlan) -> tuple[list[dict[str, Any
     """What each rank got, and the bad shards that any of them met."""
     layers, bad = [], {}
     for rank, store in enumerate(stores):
-        got, broken = Fetcher(store).fetch(plan.layers, wanted_by(rank, len(stores)))
-        layers.append(got)
-        bad |= {(shard.file, shard.layer): shard for shard in broken}
+        fetcher, wanted = Fetcher(store), wanted_by(rank, len(stores))
+        found = {version.layer: fetcher.fetch(version, wanted[version.layer]) for version in plan.layers}
+        layers.append(found)
+        bad |= {(one.file, one.layer): one for one in found.values() if isinstance(one, BadShard)}
     return layers, list(bad.values())
 
 
@@ -297,6 +298,7 @@ def recover(
     world: World, coordinator: Coordinator | None = None, world_size: int = WORLD, tidy: bool = True
 ) -> Life:
     """The next life goes on for a few steps, saves, ends well; then a reader looks at storage alone."""
+    check_commits(world)
     life = Life(world, coordinator, world_size)
     first = life.begin()
     for step in range(first, max(first + 3, WARMUP + 1)):
@@ -309,6 +311,15 @@ def recover(
     life.end()
     check_cold(world, tidy)
     return life
+
+
+def check_commits(world: World) -> None:
+    """I2: whatever happened, all shards of every commit that can be seen are there, and right."""
+    reader = world.storage("reader")
+    for commit in journal.load_commits(reader)[0]:
+        for row in commit.records:
+            if (row.layer, (row.step, row.attempt)) not in world.oracle.rotten:
+                audit.check_twice(reader, row, {})
 
 
 def check_cold(world: World, tidy: bool) -> None:

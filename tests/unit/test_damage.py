@@ -8,6 +8,7 @@ import pytest
 from layercheck.coordination import journal
 from layercheck.coordination.plan import PlanRequest, make_plan
 from layercheck.errors import StorageError
+from layercheck.manifest import BadShard
 from layercheck.persistence.storage import LocalStorage
 from layercheck.recovery.fetch import FetchedLayer, Fetcher
 from tests.crash.lives import Wanted
@@ -48,8 +49,10 @@ def fetched(storage: LocalStorage, clock: Clock) -> tuple[dict[str, FetchedLayer
     wanted = {
         spec.name: [Wanted(param, 0, param.numel) for param in spec.params] for spec in layer_map().layers
     }
-    layers, bad = Fetcher(storage, clock.sleep).fetch(plan.layers, wanted)
-    return layers, [shard.layer for shard in bad]
+    fetcher = Fetcher(storage, sleep=clock.sleep)
+    found = [fetcher.fetch(version, wanted[version.layer]) for version in plan.layers]
+    layers = {one.layer: one for one in found if isinstance(one, FetchedLayer)}
+    return layers, [one.layer for one in found if isinstance(one, BadShard)]
 
 
 def test_i6_a_bad_sector_under_a_shard_costs_its_layer_an_older_version(run: RealRun) -> None:

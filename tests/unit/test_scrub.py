@@ -12,8 +12,8 @@ from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.plan import PlanRequest, make_plan
 from layercheck.coordination.scrub import Scrubber
 from layercheck.errors import StorageError
-from layercheck.layers import LayerMap
-from layercheck.manifest import BadShard, DriftReport, LayerAge, ShardRecord
+from layercheck.layers import LayerMap, LayerStep
+from layercheck.manifest import BadShard, DriftReport, ShardRecord
 from layercheck.tracking.ledger import Ledger
 from layercheck.tracking.policy import decide
 from tests.fakes import Clock, flip_bit
@@ -138,7 +138,7 @@ def test_i6_a_rotten_version_is_blacklisted_announced_and_its_layer_demoted(run:
     bad = rot(run, 12, "layers.0")
     read_all(run)
     reply = run.coordinator.heartbeat(run.attempt, 15, {"step": 15}, dict.fromkeys(LAYERS, 0.0))
-    assert reply.demoted == (LayerAge("layers.0", 8),)
+    assert reply.demoted == (LayerStep("layers.0", 8),)
     assert len(reply.alerts) == 1
     assert "layers.0 of step 12 has rotted" in reply.alerts[0]
     facts = journal.load_facts(run.storage)
@@ -298,7 +298,7 @@ def ledger_at(step: int) -> Ledger:
     return ledger
 
 
-def hear(ledger: Ledger, step: int, demoted: LayerAge | None = None) -> set[str]:
+def hear(ledger: Ledger, step: int, demoted: LayerStep | None = None) -> set[str]:
     """One more step; returns the layers that it saves."""
     ledger.observe(DriftReport(step, {"a": 0.0, "b": 0.0}, RATE, committed_step=step - 1, demoted=demoted))
     decision = decide(ledger.facts(step, RATE), CONFIG)
@@ -309,7 +309,7 @@ def hear(ledger: Ledger, step: int, demoted: LayerAge | None = None) -> set[str]
 def test_i1_a_layer_whose_version_rotted_is_as_old_as_the_one_before_and_due_at_once() -> None:
     ledger = ledger_at(6)
     assert hear(ledger, 7) == set()
-    assert hear(ledger, 8, LayerAge("a", 2)) == {"a"}
+    assert hear(ledger, 8, LayerStep("a", 2)) == {"a"}
     assert ledger.ages(8) == {"a": 6, "b": 4}
     assert hear(ledger, 9) == set(), "it is written once"
     assert ledger.ages(9)["a"] == 1
@@ -317,7 +317,7 @@ def test_i1_a_layer_whose_version_rotted_is_as_old_as_the_one_before_and_due_at_
 
 def test_i1_a_layer_without_any_sound_version_blocks_the_ranks_until_it_has_one() -> None:
     ledger = ledger_at(6)
-    assert hear(ledger, 7, LayerAge("a", -1)) == {"a"}
+    assert hear(ledger, 7, LayerStep("a", -1)) == {"a"}
     assert decide(ledger.facts(7, RATE), CONFIG).must_wait
     hear(ledger, 8)
     assert not decide(ledger.facts(8, RATE), CONFIG).must_wait
@@ -325,14 +325,14 @@ def test_i1_a_layer_without_any_sound_version_blocks_the_ranks_until_it_has_one(
 
 def test_what_is_known_already_or_on_its_way_is_not_written_twice() -> None:
     ledger = ledger_at(6)
-    assert hear(ledger, 7, LayerAge("a", 2)) == {"a"}
-    assert hear(ledger, 8, LayerAge("a", 2)) == {"a"}, "the commit of step 7 rotted as well"
-    ledger.observe(DriftReport(9, {}, RATE, committed_step=7, demoted=LayerAge("a", 2)))
+    assert hear(ledger, 7, LayerStep("a", 2)) == {"a"}
+    assert hear(ledger, 8, LayerStep("a", 2)) == {"a"}, "the commit of step 7 rotted as well"
+    ledger.observe(DriftReport(9, {}, RATE, committed_step=7, demoted=LayerStep("a", 2)))
     assert decide(ledger.facts(9, RATE), CONFIG).writes == (), "the version of step 8 is on its way"
 
 
 def test_i11_a_frozen_layer_that_rotted_is_part_of_the_next_full_event() -> None:
     ledger = ledger_at(6)
     assert "cold" not in ledger.full_set
-    hear(ledger, 7, LayerAge("cold", -1))
+    hear(ledger, 7, LayerStep("cold", -1))
     assert "cold" in ledger.full_set

@@ -12,14 +12,16 @@ from layercheck.config import LayerCheckConfig
 from layercheck.coordination import commit_file, journal
 from layercheck.coordination.audit import audit
 from layercheck.coordination.plan import PlanRequest, make_plan
-from layercheck.manifest import AttemptGrant, Commit, RunRecord, ShardRecord
+from layercheck.manifest import AttemptGrant, BadShard, Commit, RunRecord, ShardRecord
 from layercheck.recovery.fetch import Fetcher
 from tests.conftest import ROOT
 from tests.crash.lives import Wanted
 from tests.runs import layer_map
 from tests.stores import RANKS, RealRun, real_run
 
-RUNS_CODE = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
+RUNS_CODE = {"cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
+UNPICKLES = {"load", "loads", "Unpickler", "_Unpickler"}
+"""Of `pickle` itself: the export writes DeepSpeed's format with it, and reads nothing."""
 LOADS_CODE = {
     "torch.load", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec",
     "pd.read_pickle", "torch.jit.load", "torch.package.PackageImporter",
@@ -48,6 +50,10 @@ def dangers(code: str) -> list[str]:
             found += [alias.name for alias in node.names if alias.name.split(".")[0] in RUNS_CODE]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in RUNS_CODE:
             found.append(str(node.module))
+        elif isinstance(node, ast.ImportFrom) and node.module == "pickle":
+            found += [alias.name for alias in node.names if alias.name in UNPICKLES]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle":
+            found += [node.attr] if node.attr in UNPICKLES else []
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in LOADS_CODE:
             found.append(ast.unparse(node.func))
     return found
@@ -62,7 +68,9 @@ def test_no_code_reads_anything_that_could_run() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import pickle",
+        "import pickle\nx = pickle.loads(data)",
+        "import pickle\nclass Mine(pickle.Unpickler): pass",
+        "import cloudpickle",
         "from pickle import loads as f",
         "import torch\nx = torch.load('f', weights_only=True)",
         "import yaml\nyaml.load(t)",
@@ -115,9 +123,9 @@ def test_a_commit_that_names_no_object_costs_its_layers_an_older_version(run: Re
     wanted = {
         spec.name: [Wanted(param, 0, param.numel) for param in spec.params] for spec in layer_map().layers
     }
-    layers, bad = Fetcher(run.storage).fetch(plan.layers, wanted)
-    assert {shard.layer for shard in bad} == {"layers.0"}
-    assert set(layers) == {"embed_tokens", "norm"}
+    fetcher = Fetcher(run.storage)
+    found = {version.layer: fetcher.fetch(version, wanted[version.layer]) for version in plan.layers}
+    assert [name for name, one in found.items() if isinstance(one, BadShard)] == ["layers.0"]
 
 
 def test_a_shard_that_became_a_link_to_the_same_bytes_outside_is_bad(run: RealRun, tmp_path: Path) -> None:
@@ -179,6 +187,8 @@ class _Client:
 
 
 def test_no_secret_of_configuration_or_environment_reaches_run_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch import nn
+
     from layercheck.recovery.begin import Submission, _claim
 
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
@@ -187,8 +197,9 @@ def test_no_secret_of_configuration_or_environment_reaches_run_json(monkeypatch:
         "hub": {"hf_token": "hf_abcdefgh", "revision": "main"},
         "command": f"python -m app --key {SECRET}",
     }
+    model = SimpleNamespace(module=nn.Linear(1, 1))
     zero3 = SimpleNamespace(
-        layer_map=layer_map(), optimizer=object(), model_config=dict, world_size=2, rank=0
+        layer_map=layer_map(), optimizer=object(), optimizer_groups=tuple, world_size=2, rank=0, engine=model
     )
     client = _Client()
     submission = Submission("r1", "s1", False, {"config": settings})
