@@ -9,7 +9,8 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 from pyarrow import fs
 
 from layercheck.errors import DamagedShardError, StorageError
-from layercheck.persistence.storage import Buffer, Storage, checked_path
+from layercheck.persistence.file_calls import Buffer
+from layercheck.persistence.storage import Storage, checked_path
 
 _S3_OPTIONS = {"endpoint_override", "scheme", "region"}
 _S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")

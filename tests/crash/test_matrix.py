@@ -13,7 +13,7 @@ from tests.crash.disk import Disk
 from tests.crash.lives import RUN, World
 from tests.crash.matrix import MEDIA, Sample, record, run_matrix, story
 
-FEW = {medium: Sample(41, 97, 331, 31) for medium in MEDIA} | {"object store": Sample(11, 13, 31, 7)}
+FEW = {medium: Sample(41, 97, 67, 31) for medium in MEDIA} | {"object store": Sample(11, 13, 31, 7)}
 """Prime, so that the sample does not fall into step with the protocol."""
 
 
