@@ -1,6 +1,7 @@
 """`summary.json`: what a run did, what protected it, what failed, in numbers."""
 
 import json
+import os
 import statistics
 from collections import Counter
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from app.records import Attempt, StepRow, Write, read_attempts, read_steps, read
 from app.runfiles import RunFiles
 from app.timeline import happenings, phases
 from app.train_result import TrainResult
+from layercheck.redact import without_secrets
 
 _RECEIPT_KEYS = (
     "attempt", "mode", "t_fail", "t_fail_source", "resume_step", "max_age", "weighted_age", "lost_steps",
@@ -43,7 +45,7 @@ def write_summary(config: Config, observed: Observed) -> dict[str, Any]:
     summary = {
         "run": config.run.name,
         "status": observed.result.status,
-        "config": config.resolved(),
+        "config": without_secrets(config.resolved(), os.environ),
         "world_size": attempts[-1].world_size if attempts else config.cluster.workers,
         **_progress(observed, attempts, steps),
         "attempts": len(attempts) or 1 + _failed_groups(files, observed.submission),

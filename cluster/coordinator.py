@@ -43,7 +43,7 @@ class PlainCoordinator(CoordinatorClient, Protocol):
         """Does what is due: journal, timeouts, commits, collection."""
 
     def close(self) -> None:
-        """Journals the newest heartbeat."""
+        """Journals the newest heartbeat; ends what it does in the background."""
 
 
 Factory = Callable[[str, str, LayerCheckConfig], PlainCoordinator]
@@ -55,7 +55,9 @@ def plain_coordinator(run: str, storage: str, config: LayerCheckConfig) -> Plain
     from layercheck.coordination.coordinator import Coordinator
     from layercheck.persistence.storage import open_storage
 
-    return Coordinator(open_storage(storage, run), config, say=_say)
+    made = Coordinator(open_storage(storage, run), config, say=_say)
+    made.scrub_in_background()
+    return made
 
 
 def _say(text: str) -> None:
@@ -138,6 +140,8 @@ class CoordinatorActor:
         if config == self._config:
             return grant
         with self._making:
+            if self._plain is not None:
+                self._plain.close()
             self._config, self._plain = config, None
         again: AttemptGrant = self.call("begin_attempt", *args)
         return again

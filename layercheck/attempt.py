@@ -10,7 +10,14 @@ import psutil
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination.link import HeartbeatLink
 from layercheck.coordination.protocol import CoordinatorClient
-from layercheck.manifest import AttemptGrant, DriftReport, Receipt, TrainerState
+from layercheck.layers import LayerStep
+from layercheck.manifest import (
+    AttemptGrant,
+    DriftReport,
+    HeartbeatReply,
+    Receipt,
+    TrainerState,
+)
 from layercheck.overlap import Overlap
 from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
 from layercheck.persistence.storage import Storage
@@ -37,6 +44,7 @@ class Attempt:
         backlog: bytes that the slowest rank still had to write, by the newest report.
         since: when training began, monotonic seconds.
         told_lost: lost events that went through the all-reduce already.
+        told_rot: the newest step whose report told of a version that has rotted.
         ended: when `after_step` last returned, monotonic seconds.
         step_s: seconds between that and the next call; `stall_s` the stall in the call before.
         alerts: what the next `StepReport` tells a person; see `alert`, `take_alerts`.
@@ -59,6 +67,7 @@ class Attempt:
     backlog: float = 0.0
     since: float = field(default_factory=time.monotonic)
     told_lost: set[int] = field(default_factory=set)
+    told_rot: int = 0
     ended: float = field(default_factory=time.monotonic)
     step_s: float = 0.0
     stall_s: float = 0.0
@@ -126,9 +135,23 @@ class Attempt:
             committed_part=reply.committed_part,
             lost_steps=tuple(told),
             fenced=reply.fenced,
+            demoted=self._rot_to_tell(reply),
             step_s=self.step_s,
             stall_s=self.stall_s,
         )
+
+    def _rot_to_tell(self, reply: HeartbeatReply) -> LayerStep | None:
+        """One layer a step whose newest version has rotted, as far as the ledger does not know it yet.
+
+        Not to ranks that wait: their step has had its event, and one more for this layer could not be taken.
+        """
+        if self.told_rot >= self.step:
+            return None
+        layers = self.ledger.versions.layers
+        told = next((one for one in reply.demoted if layers[one.layer].committed > one.step), None)
+        if told is not None:
+            self.told_rot = self.step
+        return told
 
 
 def start_attempt(

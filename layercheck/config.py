@@ -66,6 +66,8 @@ class LayerCheckConfig(BaseModel):
     event_timeout_s: float = Field(300, gt=0)
     takeover_s: float = Field(30, gt=0)
     idle_s: float = Field(3600, gt=0)
+    scrub_hours: float = Field(24, ge=0)
+    """Every live byte is read again and checked once in so many hours, in the background; 0: never."""
     staging_bytes: int | None = Field(None, gt=0)
     """Host memory for copies in flight. Default: min(a quarter of free memory, this rank's full state)."""
     write_retries: int = Field(8, ge=0)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -39,6 +39,13 @@ class LayerSpec(BaseModel):
     def numel(self) -> int:
         """Number of elements over all ranks; the weight of this layer in size-weighted means."""
         return sum(param.numel for param in self.params)
+
+
+class LayerStep(NamedTuple):
+    """A layer and the step of the newest version that counts for it, -1 for none."""
+
+    layer: str
+    step: int
 
 
 class LayerMap(BaseModel):

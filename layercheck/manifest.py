@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from layercheck.groups import OptimizerGroup
-from layercheck.layers import LayerMap
+from layercheck.layers import LayerMap, LayerStep
 
 FORMAT_VERSION = 1
 Reason = Literal["drift", "age", "full", "preemption"]
@@ -42,6 +42,7 @@ class DriftReport:
         lost_steps: events that were declared lost since the last report.
         backlog: bytes that the slowest rank still has to write.
         fenced: a newer attempt has taken over.
+        demoted: a layer whose newest version has rotted, with the step that counts instead; one a report.
         errors: number of ranks that cannot go on: a non-finite loss or gradient norm, or a wait that is over.
         displacement: layer -> distance from its newest version; None where `drift.kind` is `path`.
         step_s: seconds of the step itself, mean over the ranks.
@@ -56,6 +57,7 @@ class DriftReport:
     lost_steps: tuple[int, ...] = ()
     backlog: float = 0.0
     fenced: bool = False
+    demoted: LayerStep | None = None
     errors: int = 0
     displacement: dict[str, float] | None = None
     step_s: float = 0.0
@@ -112,9 +114,12 @@ class EventId(Record):
 
     @classmethod
     def parse(cls, folder: str) -> Self | None:
-        """The event of a folder name (`step-00000123.a002`), or None if it is not one."""
+        """The event of a folder name (`step-00000123.a002`), or None if no event has exactly that name."""
         match = re.fullmatch(r"(?:events/)?step-(\d{8,})\.a(\d{3,})(?:\.p(\d{2,}))?", folder)
-        return cls(step=int(match[1]), attempt=int(match[2]), part=int(match[3] or 0)) if match else None
+        if not match or not int(match[2]):
+            return None
+        event = cls(step=int(match[1]), attempt=int(match[2]), part=int(match[3] or 0))
+        return event if event.folder == f"events/{folder.removeprefix('events/')}" else None
 
 
 class ShardRecord(Record):
@@ -351,13 +356,17 @@ class AttemptGrant:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """What rank 0 learns from the coordinator. `lost_steps` are all events of this attempt declared lost."""
+    """What rank 0 learns from the coordinator. `lost_steps` are all events of this attempt declared lost.
+
+    `demoted`: the layers whose newest version has rotted.
+    """
 
     committed_step: int = -1
     committed_part: int = 0
     lost_steps: tuple[int, ...] = ()
     fenced: bool = False
     alerts: tuple[str, ...] = ()
+    demoted: tuple[LayerStep, ...] = ()
 
 
 class Receipt(Record):

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from layercheck.errors import StorageError
-from layercheck.persistence.storage import Buffer, LocalStorage
+from layercheck.persistence.file_calls import Buffer
+from layercheck.persistence.storage import LocalStorage
 
 
 class Clock:

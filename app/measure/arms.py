@@ -20,7 +20,8 @@ from app.model import build_engine, build_model, init_distributed, set_lr
 from app.order import Order
 from app.schedule import lr_at
 from app.step import Job, mean_over_ranks, one_step
-from layercheck.persistence.storage import Buffer, LocalStorage, Storage, open_storage
+from layercheck.persistence.file_calls import Buffer
+from layercheck.persistence.storage import LocalStorage, Storage, open_storage
 from layercheck.session import Session, attach
 
 THROTTLE_BYTES_PER_S = 100e6

@@ -43,13 +43,14 @@ def gc(
         _refuse_if_live(storage, clock, sleep)
     before = _look(storage)
     facts = store.facts()
-    collector = Collector(storage, _settings(facts))
+    collector = Collector(storage, _settings(facts), clock)
     collection = collector.decide(facts)
     value, text = _value(storage, collection), ""
     if not dry_run:
         _refuse_if_in_doubt(facts)
         if _look(storage) != before:
             raise _live(facts)
+        collector.begin(sweep_after_s=0.0)
         collector.run(facts)
     text = _text(value, dry_run)
     return Answer(value, text, notes=facts.notes)

@@ -1,6 +1,6 @@
 """Reads every live shard of a store and says which are not what their commit names, as a recovery would."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from xxhash import xxh3_128
@@ -13,6 +13,12 @@ from layercheck.persistence.shard_file import ShardHeader, read_header
 from layercheck.persistence.storage import Storage
 
 _CHUNK_BYTES = 8 * 1024 * 1024
+Pace = Callable[[int], None]
+"""Is told of each chunk that was read, in bytes; may wait."""
+
+
+def _at_full_speed(_: int) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ def _check_commit(storage: Storage, facts: StoreFacts, commit: Commit) -> Iterat
         whole = True
         for row in rows:
             try:
-                _twice(storage, row, headers)
+                check_twice(storage, row, headers)
             except StorageError as error:
                 whole = False
                 yield Fault(row.file, layer, row.step, error.message)
@@ -72,16 +78,22 @@ def _check_commit(storage: Storage, facts: StoreFacts, commit: Commit) -> Iterat
             yield Fault(rows[0].file, layer, rows[0].step, gap)
 
 
-def _twice(storage: Storage, row: ShardRecord, headers: dict[str, ShardHeader]) -> None:
-    """A failed read is tried once more, as recovery does before it gives a version up."""
+def check_twice(
+    storage: Storage, row: ShardRecord, headers: dict[str, ShardHeader], pace: Pace = _at_full_speed
+) -> None:
+    """Reads one shard and its header; a failure is tried once more, as recovery does before it gives up.
+
+    Raises:
+        StorageError: it failed twice.
+    """
     try:
-        _check_shard(storage, row, headers)
+        _check_shard(storage, row, headers, pace)
     except StorageError:
         headers.pop(row.file, None)
-        _check_shard(storage, row, headers)
+        _check_shard(storage, row, headers, pace)
 
 
-def _check_shard(storage: Storage, row: ShardRecord, headers: dict[str, ShardHeader]) -> None:
+def _check_shard(storage: Storage, row: ShardRecord, headers: dict[str, ShardHeader], pace: Pace) -> None:
     header = headers.get(row.file)
     if header is None:
         header = headers[row.file] = read_header(storage, row.file)
@@ -96,18 +108,19 @@ def _check_shard(storage: Storage, row: ShardRecord, headers: dict[str, ShardHea
             f"{row.file}: layer {row.layer} lies at {tensors[0].begin}..{tensors[-1].end}, "
             f"not {row.begin}..{row.end}"
         )
-    digest = _digest(storage, row)
+    digest = _digest(storage, row, pace)
     if digest != row.xxh3_128:
         raise DamagedShardError(f"{row.file}: checksum of layer {row.layer} is {digest}, not {row.xxh3_128}")
 
 
-def _digest(storage: Storage, row: ShardRecord) -> str:
+def _digest(storage: Storage, row: ShardRecord, pace: Pace) -> str:
     """In chunks: a layer may be larger than the memory of the machine that looks at it."""
     state, buffer = xxh3_128(), memoryview(bytearray(min(_CHUNK_BYTES, row.nbytes)))
     for begin in range(row.begin, row.end, _CHUNK_BYTES):
         part = buffer[: min(_CHUNK_BYTES, row.end - begin)]
         storage.read_into(row.file, begin, part)
         state.update(part)
+        pace(len(part))
     return state.hexdigest()
 
 

@@ -6,6 +6,7 @@ from layercheck.config import LayerCheckConfig
 from layercheck.coordination import journal, restarts
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.plan import PlanRequest, make_plan
+from layercheck.coordination.timer import Timer
 from layercheck.errors import FencedError
 from layercheck.manifest import AttemptRecord, RecoveryPlan
 from layercheck.persistence.storage import Storage
@@ -30,7 +31,9 @@ class Claimant:
     mode: str
 
 
-def claim_next(storage: Storage, facts: StoreFacts, config: LayerCheckConfig, who: Claimant) -> Claim | None:
+def claim_next(
+    storage: Storage, facts: StoreFacts, config: LayerCheckConfig, who: Claimant, timer: Timer
+) -> Claim | None:
     """Claims the number after the highest; None if somebody else got it, and the store has to be read again.
 
     Raises:
@@ -39,10 +42,12 @@ def claim_next(storage: Storage, facts: StoreFacts, config: LayerCheckConfig, wh
     """
     restarts.check_progress(facts, who.submission)
     who = replace(who, mode=restarts.mode_after_poison(facts, who.mode))
-    return _claim(storage, facts, who, make_plan(facts, _request(config, who.world_size, who.mode)))
+    return _claim(storage, facts, who, make_plan(facts, _request(config, who.world_size, who.mode)), timer)
 
 
-def reclaim(storage: Storage, facts: StoreFacts, config: LayerCheckConfig, token: str) -> Claim | None:
+def reclaim(
+    storage: Storage, facts: StoreFacts, config: LayerCheckConfig, token: str, timer: Timer
+) -> Claim | None:
     """What a token claimed before, its plan made once more; None if it claimed nothing yet.
 
     A plan that now has to roll back further than the record says (a shard turned out bad) gets the next
@@ -57,10 +62,13 @@ def reclaim(storage: Storage, facts: StoreFacts, config: LayerCheckConfig, token
     record = max(mine, key=lambda record: record.attempt)
     if facts.highest_attempt != record.attempt:
         raise FencedError(f"attempt {record.attempt} is fenced off by a newer one", attempt=record.attempt)
+    if not journal.confirm_claim(storage, record, timer):
+        return None
     plan = make_plan(facts, _request(config, record.world_size, record.mode), begun=record)
     if plan is None or plan.resume_step - 1 >= record.r_b:
         return Claim(facts, record, plan)
-    claim = _claim(storage, facts, Claimant(token, record.submission, record.world_size, record.mode), plan)
+    who = Claimant(token, record.submission, record.world_size, record.mode)
+    claim = _claim(storage, facts, who, plan, timer)
     if claim is None:
         raise FencedError(f"attempt {record.attempt} is fenced off by a newer one", attempt=record.attempt)
     return claim
@@ -74,7 +82,9 @@ def is_ours(storage: Storage, record: AttemptRecord) -> bool:
     return found is None or found.token == record.token
 
 
-def _claim(storage: Storage, facts: StoreFacts, who: Claimant, plan: RecoveryPlan | None) -> Claim | None:
+def _claim(
+    storage: Storage, facts: StoreFacts, who: Claimant, plan: RecoveryPlan | None, timer: Timer
+) -> Claim | None:
     """Creates the record, complete, in one act."""
     attempt = facts.highest_attempt + 1
     r_b = plan.resume_step - 1 if plan else 0
@@ -89,7 +99,7 @@ def _claim(storage: Storage, facts: StoreFacts, who: Claimant, plan: RecoveryPla
         trainer_state=plan.trainer_state if plan else {"step": 0},
         lineage=facts.lineage.extended(attempt, r_b, saw).links,
     )
-    if not journal.claim_attempt(storage, record):
+    if not journal.claim_attempt(storage, record, timer):
         return None
     attempts = facts.attempts | {attempt: record}
     return Claim(replace(facts, attempts=attempts, highest_attempt=attempt, live_attempt=0), record, plan)

@@ -1,5 +1,6 @@
 """Carries out collection: asks `collect` what may go and deletes it in an order that no crash can spoil."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from layercheck.config import LayerCheckConfig
@@ -9,18 +10,29 @@ from layercheck.coordination.facts import StoreFacts
 from layercheck.manifest import EventId
 from layercheck.persistence.storage import Storage
 
+_SWEEP_AFTER_S = 600.0
+
 
 class Collector:
     """Deletes what nothing needs, as the current attempt. The caller has just read its claim."""
 
-    def __init__(self, storage: Storage, config: LayerCheckConfig) -> None:
-        self._storage, self._config = storage, config
+    def __init__(self, storage: Storage, config: LayerCheckConfig, clock: Callable[[], float]) -> None:
+        self._storage, self._config, self._clock = storage, config, clock
         self._frozen = False
-        self._swept = False
+        self._left_behind: list[str] = []
+        self._sweep_at = 0.0
 
-    def begin(self, facts: StoreFacts) -> None:
-        """A new attempt begins: what froze the one before has been left behind, or is under probation."""
-        self._frozen = self._swept = False
+    def begin(self, sweep_after_s: float = _SWEEP_AFTER_S) -> None:
+        """A new attempt begins: what froze the one before has been left behind, or is under probation.
+
+        All that is seen is made durable first: what a commit replaces goes only if that commit stays.
+        Unfinished writes that are there now are swept a while later. Newer ones are not, nor these at once:
+        they may be those of another submission that is just about to claim its attempt.
+        """
+        self._frozen = False
+        journal.settle(self._storage)
+        self._left_behind = journal.unfinished(self._storage)
+        self._sweep_at = self._clock() + sweep_after_s
 
     def freeze(self) -> None:
         """Nothing is deleted any more by this attempt: the state of the run is in doubt (I13)."""
@@ -44,10 +56,9 @@ class Collector:
             self._keep_history(facts, doomed)
         for verdict in doomed:
             delete_event(self._storage, verdict.event)
-        if not self._swept:
-            for path in journal.unfinished(self._storage):
-                self._storage.delete(path)
-            self._swept = True
+        while self._left_behind and self._clock() >= self._sweep_at:
+            self._storage.delete(self._left_behind[-1])
+            self._left_behind.pop()
         gone = {verdict.event for verdict in doomed}
         return replace(facts, commits=tuple(c for c in facts.commits if c.event not in gone))
 

@@ -7,23 +7,25 @@ half-recorded events: a coordinator built anew from the same store makes the sam
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from threading import RLock
 from typing import Any
 
 from layercheck.config import LayerCheckConfig
-from layercheck.coordination import journal, restarts
+from layercheck.coordination import journal, restarts, scrub_order
+from layercheck.coordination.alerts import Alerts
 from layercheck.coordination.claims import Claim, Claimant, claim_next, is_ours, reclaim
 from layercheck.coordination.collector import Collector
 from layercheck.coordination.events import EventBook, OpenEvent
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.heart import Heart
 from layercheck.coordination.plan import is_fresh
+from layercheck.coordination.scrub import Scrubber
 from layercheck.coordination.status import summarize
 from layercheck.coordination.store_check import check_run
 from layercheck.coordination.takeover import refuse_if_live
+from layercheck.coordination.timer import Timer
 from layercheck.errors import ConfigError, FencedError, StorageError
 from layercheck.manifest import (
     AttemptGrant,
@@ -41,13 +43,8 @@ from layercheck.persistence.storage import Storage
 
 _MODES = ("composite", "uniform", "strict")
 _MAX_CLAIMS = 20
-_ALERTS_KEPT = 20
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
-
-
-def _silent(_: str) -> None:
-    pass
 
 
 class Coordinator:
@@ -57,7 +54,7 @@ class Coordinator:
         storage: the run's `layercheck` folder.
         config: settings of this submission.
         clock: monotonic seconds of this process.
-        sleep: used only while another submission is watched.
+        sleep: used while another submission is watched, or a claim settles on an object store.
         say: gets a line for a person now and then.
     """
 
@@ -67,18 +64,18 @@ class Coordinator:
         config: LayerCheckConfig,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        say: Callable[[str], None] = _silent,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._storage, self._config = storage, config
-        self._clock, self._sleep, self._say = clock, sleep, say
+        self._clock, self._timer, self._say = clock, Timer(clock, sleep), say
         self._lock = RLock()
-        self._alerts: list[str] = []
-        self._recent_alerts: deque[str] = deque(maxlen=_ALERTS_KEPT)
+        self._alerts = Alerts()
+        self._scrubber: Scrubber | None = None
         self._facts: StoreFacts | None = None
         self._record: AttemptRecord | None = None
         self._book = EventBook(0, 0)
         self._heart = Heart(storage, clock)
-        self._collector = Collector(storage, config)
+        self._collector = Collector(storage, config, clock)
         self._fenced = False
         self._recovered = False
         self._failure_at: float | None = None
@@ -111,27 +108,22 @@ class Coordinator:
                 facts = self._read()
             newest = facts.newest
             if newest is not None and newest.submission != submission and not takeover:
-                refuse_if_live(
-                    self._storage,
-                    newest,
-                    facts.run.name,
-                    self._config.takeover_s,
-                    self._clock,
-                    self._sleep,
-                    self._say,
-                )
+                takeover_s = self._config.takeover_s
+                refuse_if_live(self._storage, newest, facts.run.name, takeover_s, self._timer, self._say)
             with self._lock:
                 self._journal_heartbeat()
                 facts = self._read()
                 if facts.newest != newest:
                     continue  # claimed while we watched or waited for the lock: that one is to be watched
-                claim = reclaim(self._storage, facts, self._config, token) or claim_next(
-                    self._storage, facts, self._config, who
+                claim = reclaim(self._storage, facts, self._config, token, self._timer) or claim_next(
+                    self._storage, facts, self._config, who, self._timer
                 )
                 if claim is not None:
                     return self._granted(claim)
         raise StorageError(
-            f"attempts of {self._storage.root} were claimed {_MAX_CLAIMS} times by others", claims=_MAX_CLAIMS
+            f"no attempt of {self._storage.root} could be claimed in {_MAX_CLAIMS} tries: others were first, "
+            "or a listing and a PUT take over half a second there (`storage`)",
+            claims=_MAX_CLAIMS,
         )
 
     def amend(self, attempt: int, bad: tuple[BadShard, ...]) -> AttemptGrant:
@@ -148,8 +140,9 @@ class Coordinator:
                 raise FencedError(f"attempt {attempt} is fenced off by a newer one", attempt=attempt)
             for shard in bad:
                 journal.blacklist_shard(self._storage, shard)
-            claim = reclaim(self._storage, self._read(), self._config, record.token)
-            assert claim is not None
+            claim = reclaim(self._storage, self._read(), self._config, record.token, self._timer)
+            if claim is None:
+                raise FencedError(f"attempt {attempt} is fenced off by a rival", attempt=attempt)
             return self._granted(claim)
 
     def end_attempt(self, attempt: int, how: str, reason: str = "") -> None:
@@ -192,7 +185,7 @@ class Coordinator:
         with self._lock:
             if self._is_current(event.attempt) and not self._fenced:
                 self._book.rank_lost(event, rank, reason)
-                self._alert(f"event of step {event.step} is lost: rank {rank}: {reason}")
+                self._alerts.add(f"event of step {event.step} is lost: rank {rank}: {reason}")
                 self.tick()
 
     def heartbeat(
@@ -205,13 +198,13 @@ class Coordinator:
             self._heart.beat(step, trainer_state, drift)
             self._expect_selected(trainer_state)
             self.tick()
-            alerts, self._alerts = tuple(self._alerts), []
             return HeartbeatReply(
                 committed_step=self._book.newest_committed[0],
                 committed_part=self._book.newest_committed[1],
                 lost_steps=self._book.lost_steps,
                 fenced=self._fenced,
-                alerts=alerts,
+                alerts=self._alerts.take(),
+                demoted=scrub_order.demoted(self._facts) if self._facts else (),
             )
 
     def status(self) -> dict[str, Any]:
@@ -229,7 +222,7 @@ class Coordinator:
                 "num_commits": len(self._book.committed),
                 "num_lost": len(self._book.lost),
                 "open_events": len(self._book.open),
-                "alerts": list(self._recent_alerts),
+                "alerts": list(self._alerts.recent),
                 "committed_bytes": sum(row.nbytes for c in facts.commits for row in c.records),
             }
 
@@ -241,7 +234,7 @@ class Coordinator:
             if self._heart.is_due():
                 self._journal_heartbeat()
             for event in self._book.expire(self._clock(), self._config.event_timeout_s):
-                self._alert(f"event of step {event.step} is lost: {self._book.lost[event]}")
+                self._alerts.add(f"event of step {event.step} is lost: {self._book.lost[event]}")
             committed = False
             while not self._fenced and (entry := self._book.next_complete(self._clock())):
                 committed |= self._commit(entry)
@@ -249,9 +242,33 @@ class Coordinator:
                 self._guarded("collect", self._collect)
 
     def close(self) -> None:
-        """Journals the newest heartbeat."""
+        """Journals the newest heartbeat; ends the scrubbing."""
+        if self._scrubber is not None:
+            self._scrubber.close()
         with self._lock:
             self._journal_heartbeat()
+
+    # ------------------------------------------------------------ rot
+
+    def scrub_in_background(self) -> None:
+        """Reads live versions again, once in `scrub_hours`, until `close`."""
+        if self._config.scrub_hours and self._scrubber is None:
+            self._scrubber = Scrubber(self._storage, self, self._config.scrub_hours)
+            self._scrubber.start()
+
+    def facts(self) -> StoreFacts | None:
+        """See `scrub.Manifest`."""
+        with self._lock:
+            return None if self._fenced else self._facts
+
+    def rotten(self, bad: BadShard) -> None:
+        """See `scrub.Manifest`. The layer counts as old as its version before, and is due at once."""
+        with self._lock:
+            if self._facts is None or self._fenced or not self._still_ours():
+                return
+            self._guarded("blacklist", lambda: journal.blacklist_shard(self._storage, bad))
+            self._facts = replace(self._facts, bad=(*self._facts.bad, bad))
+            self._alerts.add(f"layer {bad.layer} of step {bad.step} has rotted: {bad.error}")
 
     # ------------------------------------------------------------ claims
 
@@ -268,11 +285,7 @@ class Coordinator:
         notes = list(claim.facts.notes)
         if claim.plan is None:
             notes.append(f"run {claim.facts.run.name} holds no step yet: it starts afresh")
-        detect_s = reschedule_s = None
-        if self._failure_at is not None:
-            reschedule_s = self._clock() - self._failure_at
-            if self._heart.heard_at is not None:
-                detect_s = max(0.0, self._failure_at - self._heart.heard_at)
+        detect_s, reschedule_s = self._heart.seconds_around(self._failure_at)
         self._adopt(claim.facts, claim.plan)
         return AttemptGrant(
             attempt=claim.record.attempt,
@@ -294,7 +307,7 @@ class Coordinator:
         if self._book.attempt != attempt:
             self._book = EventBook(attempt, self._record.world_size, own)
             self._heart.follow(self._record, facts.progress.get(attempt), plan)
-            self._collector.begin(facts)
+            self._collector.begin()
             self._failure_at = None
 
     # ------------------------------------------------------------ commits
@@ -334,7 +347,7 @@ class Coordinator:
         entry.failures += 1
         if entry.failures > self._config.write_retries:
             self._book.lose(entry.event, f"its commit failed: {error.message}")
-            self._alert(f"event of step {entry.event.step} is lost: its commit failed: {error.message}")
+            self._alerts.add(f"event of step {entry.event.step} is lost: its commit failed: {error.message}")
         else:
             pause_s = _FIRST_PAUSE_S * 2 ** (entry.failures - 1)
             entry.not_before = self._clock() + min(pause_s, _LONGEST_PAUSE_S)
@@ -379,9 +392,4 @@ class Coordinator:
         try:
             act()
         except StorageError as error:
-            self._alert(f"{what}: {error.message}")
-
-    def _alert(self, text: str) -> None:
-        if text not in self._alerts:
-            self._alerts.append(text)
-            self._recent_alerts.append(text)
+            self._alerts.add(f"{what}: {error.message}")

@@ -51,6 +51,13 @@ class Heart:
         )
         self.is_unsaved = True
 
+    def seconds_around(self, failure_at: float | None) -> tuple[float | None, float | None]:
+        """(from the last heartbeat to the failure, from the failure to now), as far as they are known."""
+        if failure_at is None:
+            return None, None
+        detect_s = None if self.heard_at is None else max(0.0, failure_at - self.heard_at)
+        return detect_s, self._clock() - failure_at
+
     def is_due(self) -> bool:
         """True if a heartbeat waits and the last write is a second old."""
         return self.is_unsaved and (

@@ -112,6 +112,7 @@ class RankZeroClient:
         if store is not None and world_size > 1:
             generation = store.add("layercheck/generation/0", 1)
             self._mailboxes = [_Mailbox(store, rank, generation) for rank in range(1, world_size)]
+        coordinator.scrub_in_background()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="layercheck-coordinator", daemon=True)
         self._thread.start()

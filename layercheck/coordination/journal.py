@@ -17,6 +17,7 @@ from xxhash import xxh3_128_hexdigest
 from layercheck.coordination import commit_file, object_claims
 from layercheck.coordination.commit_file import DamagedCommitError, canonical
 from layercheck.coordination.facts import StoreFacts
+from layercheck.coordination.timer import REAL_TIME, Timer
 from layercheck.errors import StorageError, StoreMismatchError
 from layercheck.manifest import (
     AttemptRecord,
@@ -29,11 +30,14 @@ from layercheck.manifest import (
     ShardRecord,
     TrainerState,
 )
+from layercheck.persistence.damage import is_damage
 from layercheck.persistence.storage import TEMP_PREFIX, Storage
 
 log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
+PROBE_PREFIX = "probe-"
+"""Begins the names of the files by which rank 0 asks who else sees the storage."""
 _ATTEMPT_NAME = re.compile(r"a(\d{3,})\.json")
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -95,7 +99,11 @@ def _load_or_note(storage: Storage, path: str, kind: type[_Model], notes: list[s
         return _load(storage, path, kind)
     except ValueError as error:  # also pydantic's
         notes.append(f"{path} counts as absent: {error}")
-        return None
+    except StorageError as error:
+        if not is_damage(error):
+            raise
+        notes.append(f"{path} counts as absent: {error.message}")
+    return None
 
 
 def write_run(storage: Storage, run: RunRecord) -> bool:
@@ -125,11 +133,16 @@ def read_run(storage: Storage) -> RunRecord | None:
         ) from error
 
 
-def claim_attempt(storage: Storage, record: AttemptRecord) -> bool:
+def claim_attempt(storage: Storage, record: AttemptRecord, timer: Timer = REAL_TIME) -> bool:
     """Creates the attempt's record, whole, in one act; False if its number is taken or cannot be had."""
     if storage.exclusive:
         return storage.create(attempt_file(storage, record.attempt), dump(record))
-    return object_claims.claim(storage, record.attempt, record.token, dump(record))
+    return object_claims.claim(storage, record.attempt, record.token, dump(record), timer)
+
+
+def confirm_claim(storage: Storage, record: AttemptRecord, timer: Timer = REAL_TIME) -> bool:
+    """Finishes a claim that its maker may have died in; False if its number is somebody else's."""
+    return storage.exclusive or object_claims.confirm(storage, record.attempt, record.token, timer)
 
 
 def read_attempt(storage: Storage, attempt: int) -> AttemptRecord | None:
@@ -167,6 +180,10 @@ def read_receipt(storage: Storage, attempt: int) -> dict[str, Any] | None:
     try:
         return parse(storage.read(receipt_file(attempt)))
     except DamagedRecordError:
+        return None
+    except StorageError as error:
+        if not is_damage(error):
+            raise
         return None
 
 
@@ -244,6 +261,10 @@ def load_commits(storage: Storage) -> tuple[list[Commit], list[EventId], list[st
             damaged.append(event)
             notes.append(f"{event.commit_file} counts as absent: {error}")
         except StorageError as error:
+            if is_damage(error):
+                damaged.append(event)
+                notes.append(f"{event.commit_file} counts as absent: {error.message}")
+                continue
             if storage.size(event.commit_file) is not None:
                 raise  # not deleted meanwhile: the storage itself refuses
             notes.append(f"{event.commit_file} vanished while it was read: {error.message}")
@@ -322,7 +343,18 @@ def _from_commits(attempt: int, commits: list[Commit]) -> AttemptRecord | None:
     )
 
 
+def settle(storage: Storage) -> None:
+    """Makes durable all records that can be seen.
+
+    Whoever renamed a commit may have died before the name was durable. Who goes on from it, deletes what it
+    replaces and then loses it in a power cut has lost both.
+    """
+    for folder in ("attempts", "blacklist", "events", *(event.folder for event in event_folders(storage))):
+        storage.settle(folder)
+
+
 def unfinished(storage: Storage) -> list[str]:
-    """Temp names that crashes left beside the records. Those in event folders go with their folder."""
+    """Temp names and probes that crashes left. Those in event folders go with their folder."""
+    left = [name for name in storage.list("") if name.startswith((TEMP_PREFIX, PROBE_PREFIX))]
     folders = ("attempts", "blacklist", "history")
-    return [f"{f}/{name}" for f in folders for name in storage.list(f) if name.startswith(TEMP_PREFIX)]
+    return left + [f"{f}/{n}" for f in folders for n in storage.list(f) if n.startswith(TEMP_PREFIX)]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from layercheck.coordination import journal
+from layercheck.coordination.timer import Timer
 from layercheck.errors import RunIsLiveError
 from layercheck.manifest import AttemptRecord, Progress
 from layercheck.persistence.storage import Storage
@@ -17,8 +18,7 @@ def refuse_if_live(
     newest: AttemptRecord,
     run_name: str,
     takeover_s: float,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
+    timer: Timer,
     say: Callable[[str], None],
 ) -> None:
     """Watches the progress file of another submission's attempt for `takeover_s` seconds.
@@ -31,15 +31,15 @@ def refuse_if_live(
     first = _look(storage, newest)
     if first[1] is not None and first[1].ended is not None:
         return
-    begun = said = clock()
-    while (waited := clock() - begun) < takeover_s:
-        if clock() - said >= _SAY_EVERY_S:
-            said = clock()
+    begun = said = timer.clock()
+    while (waited := timer.clock() - begun) < takeover_s:
+        if timer.clock() - said >= _SAY_EVERY_S:
+            said = timer.clock()
             say(
                 f"run {run_name}: is attempt {newest.attempt} alive? watched {waited:.0f} of {takeover_s:g} s"
             )
         # A rest that rounding leaves would never pass on a clock that moves by what was slept.
-        sleep(min(_POLL_S, max(_SHORTEST_S, takeover_s - waited)))
+        timer.sleep(min(_POLL_S, max(_SHORTEST_S, takeover_s - waited)))
         now = _look(storage, newest)
         if now == first:
             continue

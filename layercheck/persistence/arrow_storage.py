@@ -9,7 +9,8 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 from pyarrow import fs
 
 from layercheck.errors import DamagedShardError, StorageError
-from layercheck.persistence.storage import Buffer, Storage, checked_path
+from layercheck.persistence.file_calls import Buffer
+from layercheck.persistence.storage import Storage, checked_path
 
 _S3_OPTIONS = {"endpoint_override", "scheme", "region"}
 _S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -133,11 +134,11 @@ class ArrowStorage:
         """See `Storage.size`."""
         with self._errors("read", path):
             info = self._fs.get_file_info(self._full(path))
-        return None if info.type == fs.FileType.NotFound else int(info.size or 0)
+        return int(info.size or 0) if info.type == fs.FileType.File else None
 
     def list(self, folder: str) -> list[str]:
         """See `Storage.list`."""
-        selector = fs.FileSelector(self._full(folder), allow_not_found=True)
+        selector = fs.FileSelector(self._full(folder) if folder else self.root, allow_not_found=True)
         with self._errors("list", folder):
             return sorted(info.base_name for info in self._fs.get_file_info(selector))
 
@@ -150,6 +151,9 @@ class ArrowStorage:
                 self._fs.delete_dir(full)
             elif kind != fs.FileType.NotFound:
                 self._fs.delete_file(full)
+
+    def settle(self, folder: str) -> None:
+        """See `Storage.settle`. An object that can be listed is durable already."""
 
     def _full(self, path: str) -> str:
         return f"{self.root}/{checked_path(path)}"

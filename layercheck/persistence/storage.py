@@ -1,4 +1,4 @@
-"""Where bytes go: one folder of one run, reached by seven operations. URIs are in `arrow_storage`.
+"""Where bytes go: one folder of one run, reached by eight operations. URIs are in `arrow_storage`.
 
 What a caller may assume when `write` returns: the object is whole, has its final name, and survives a power
 cut. What it may assume after an exception: nothing new has that name. Nothing here is retried; the writer and
@@ -9,19 +9,20 @@ import errno
 import os
 import re
 import secrets
-import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Protocol
 
 from layercheck.errors import ConfigError, DamagedShardError, StorageError
+from layercheck.persistence.file_calls import Buffer, FileCalls
 
-Buffer = bytes | bytearray | memoryview
 TEMP_PREFIX = ".tmp-"
 """Names that begin so are unfinished writes: no reader looks at them, collection may delete them."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_ABSENT = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR)
+"""Nothing is there, or a link, or a file where a folder should be."""
 _KNOB = "check the storage path, its rights and free space (`storage`)"
 
 
@@ -60,11 +61,18 @@ class Storage(Protocol):
         ...
 
     def list(self, folder: str) -> list[str]:
-        """Names in a folder, sorted, unfinished ones included; empty if there is no such folder."""
+        """Names in a folder (`""`: the root), sorted, unfinished ones included; empty if it is not there."""
         ...
 
     def delete(self, path: str) -> None:
         """Deletes an object or a whole folder; a missing one is fine."""
+        ...
+
+    def settle(self, folder: str) -> None:
+        """Makes durable what a reader sees in a folder; a missing folder is fine.
+
+        Whoever wrote it may have died before it was durable; who builds on it calls this first.
+        """
         ...
 
 
@@ -113,71 +121,88 @@ def checked_path(path: str) -> str:
     """The path itself if it stays inside the store; a path from a damaged record must not leave it."""
     parts = path.split("/")
     if not path or path.startswith("/") or any(part in ("", ".", "..") for part in parts) or "\\" in path:
-        raise StorageError(f"path {path!r} leaves the store", path=path)
+        raise DamagedShardError(f"path {path!r} leaves the store", path=path)
     return path
 
 
 class LocalStorage:
     """Plain os calls on a local or shared POSIX folder.
 
-    States of a write, all in the caller's thread: (1) temp name made exclusively in the target folder; (2)
-    bytes written, GIL released in each call; (3) file fsynced; (4) renamed; (5) folder fsynced, and its
-    parent, which another rank may have made and not yet fsynced. A crash before (4) leaves a temp name that
-    no reader sees; a crash between (4) and (5) leaves either no name or the whole object.
+    States of a write, all in the caller's thread: (1) folders made, each entry on the way to them durable;
+    (2) temp name made exclusively in the target folder; (3) bytes written, GIL released in each call; (4)
+    file fsynced; (5) renamed; (6) folder fsynced. A crash before (5) leaves a temp name that no reader sees;
+    a crash between (5) and (6) leaves either no name or the whole object, and readers may see a name that a
+    power cut still takes away: see `settle`.
+
+    Symbolic links below the root are not followed: they could lead out of the store. The root may be one.
+
+    Args:
+        root: the run's folder.
+        calls: the file system; a test may bring one whose power can be cut.
     """
 
     exclusive = True
 
-    def __init__(self, root: str) -> None:
-        self.root = root
+    def __init__(self, root: str, calls: FileCalls = os) -> None:
+        self.root = os.path.abspath(root)
+        self._os = calls
+        self._durable: set[str] = set()
+        """Folders whose entry this process has seen reach the disk."""
 
     def write(self, path: str, chunks: Iterable[Buffer]) -> None:
         """See `Storage.write`."""
-        target = self._full(path)
         with self._errors("write", path):
-            existed = target.exists()
-            temp = self._write_temp(target, chunks)
+            folder, target = self._ready(path)
+            existed = self._kind(target) is not None
+            temp = self._write_temp(folder, chunks)
             try:
-                os.rename(temp, target)
-                self._fsync_folders(target.parent)
+                self._replace(temp, target)
+                self._fsync_folder(folder)
             except BaseException:
                 for name in (temp,) if existed else (temp, target):
                     with suppress(OSError):
-                        name.unlink()
+                        self._os.unlink(name)
                 raise
 
     def create(self, path: str, data: Buffer) -> bool:
         """See `Storage.create`. `link` fails on a taken name, so exactly one of many claimants wins."""
-        target = self._full(path)
         with self._errors("create", path):
-            temp = self._write_temp(target, [data])
+            folder, target = self._ready(path)
+            temp = self._write_temp(folder, [data])
             try:
-                os.link(temp, target)
+                self._os.link(temp, target)
             except FileExistsError:
                 return False
             finally:
-                temp.unlink(missing_ok=True)
-            self._fsync_folders(target.parent)
+                with suppress(FileNotFoundError):
+                    self._os.unlink(temp)
+            self._fsync_folder(folder)
             return True
 
     def read(self, path: str, begin: int = 0, end: int | None = None) -> bytes:
         """See `Storage.read`."""
-        with self._errors("read", path), open(self._full(path), "rb") as file:
-            file.seek(begin)
-            return file.read() if end is None else file.read(max(0, end - begin))
+        with self._errors("read", path):
+            fd = self._open(path)
+            try:
+                size = self._os.stat(fd).st_size
+                data = bytearray(max(0, (size if end is None else min(end, size)) - begin))
+                done = self._fill(fd, begin, memoryview(data))
+                return bytes(memoryview(data)[:done])
+            finally:
+                self._os.close(fd)
 
     def read_into(self, path: str, begin: int, into: memoryview) -> None:
         """See `Storage.read_into`."""
         view = into.cast("B")
         try:
             with self._errors("read", path):
-                fd = os.open(self._full(path), os.O_RDONLY | os.O_CLOEXEC)
+                fd = self._open(path)
                 try:
-                    done = _fill(fd, begin, view)
+                    done = self._fill(fd, begin, view)
                 finally:
-                    os.close(fd)
+                    self._os.close(fd)
         except StorageError as error:
-            if error.facts.get("errno") == errno.ENOENT:
+            if error.facts.get("errno") in _ABSENT:
                 raise DamagedShardError(f"{path} is missing", path=path) from error
             raise
         if done < len(view):
@@ -187,32 +212,65 @@ class LocalStorage:
 
     def size(self, path: str) -> int | None:
         """See `Storage.size`."""
-        with self._errors("read", path):
-            try:
-                return self._full(path).stat().st_size
-            except FileNotFoundError:
-                return None
+        with self._errors("read", path), _absent_is_fine():
+            found = self._os.stat(self._full(path))
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return None
 
     def list(self, folder: str) -> list[str]:
         """See `Storage.list`."""
-        with self._errors("list", folder):
-            try:
-                return sorted(os.listdir(self._full(folder)))
-            except FileNotFoundError:
-                return []
+        with self._errors("list", folder), _absent_is_fine():
+            return sorted(self._os.listdir(self._full(folder) if folder else self.root))
+        return []
 
     def delete(self, path: str) -> None:
-        """See `Storage.delete`. The deletion of a file is durable at return: its shards may go next."""
-        target = self._full(path)
-        with self._errors("delete", path):
-            if target.is_dir():
-                shutil.rmtree(target)
-            elif target.exists():
-                target.unlink(missing_ok=True)
-                _fsync_folder(target.parent)
+        """See `Storage.delete`. The deletion of a file is durable at return: its shards may go next.
 
-    def _full(self, path: str) -> Path:
-        return Path(self.root, checked_path(path))
+        Also that of a file which is gone already: whoever deleted it may have died before it was durable. A
+        link is deleted, not what it leads to.
+        """
+        with self._errors("delete", path), _absent_is_fine():
+            folder, target = self._parts(path)
+            if self._kind(target) == stat.S_IFDIR:
+                self._delete_folder(target)
+                return
+            with suppress(FileNotFoundError):
+                self._os.unlink(target)
+            self._fsync_folder(folder)
+
+    def settle(self, folder: str) -> None:
+        """See `Storage.settle`."""
+        with self._errors("settle", folder), _absent_is_fine():
+            full = self._full(folder)
+            if self._kind(full) == stat.S_IFDIR:
+                self._make_durable(full)
+                self._fsync_folder(full)
+
+    # ------------------------------------------------------------------ names
+
+    def _full(self, path: str) -> str:
+        """The object's own name. A link is refused here, and so is one on the way."""
+        _, target = self._parts(path)
+        if self._kind(target) == stat.S_IFLNK:
+            raise OSError(errno.ELOOP, "a symbolic link inside the store is not followed")
+        return target
+
+    def _parts(self, path: str) -> tuple[str, str]:
+        """(folder, name) of an object, which itself may be missing or a link."""
+        folder = self.root
+        *folders, name = checked_path(path).split("/")
+        for part in folders:
+            folder = os.path.join(folder, part)
+            if self._kind(folder) == stat.S_IFLNK:
+                raise OSError(errno.ELOOP, "a symbolic link inside the store is not followed")
+        return folder, os.path.join(folder, name)
+
+    def _kind(self, name: str) -> int | None:
+        """`stat.S_IFDIR`, `S_IFREG`, `S_IFLNK`, ...; None for nothing."""
+        try:
+            return stat.S_IFMT(self._os.lstat(name).st_mode)
+        except FileNotFoundError:
+            return None
 
     @contextmanager
     def _errors(self, what: str, path: str) -> Iterator[None]:
@@ -227,59 +285,108 @@ class LocalStorage:
                 errno=error.errno,
             ) from error
 
-    def _write_temp(self, target: Path, chunks: Iterable[Buffer]) -> Path:
+    # ------------------------------------------------------------------ bytes
+
+    def _open(self, path: str) -> int:
+        return self._os.open(self._full(path), os.O_RDONLY | os.O_CLOEXEC)
+
+    def _fill(self, fd: int, begin: int, view: memoryview) -> int:
+        done = 0
+        while done < len(view):
+            count = self._os.preadv(fd, [view[done:]], begin + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def _write_temp(self, folder: str, chunks: Iterable[Buffer]) -> str:
         """A finished and fsynced temp file beside the target; removed if anything fails."""
-        self._make_folders(target.parent)
-        temp = target.parent / f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        temp = os.path.join(folder, f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
+        fd = self._os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             try:
                 for chunk in chunks:
-                    _write_all(fd, chunk)
-                os.fsync(fd)
+                    view = memoryview(chunk).cast("B")
+                    while view:
+                        view = view[self._os.write(fd, view) :]
+                self._os.fsync(fd)
             finally:
-                os.close(fd)
+                self._os.close(fd)
         except BaseException:
-            temp.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                self._os.unlink(temp)
             raise
         return temp
 
-    def _make_folders(self, folder: Path) -> None:
-        """Makes missing folders and fsyncs the entry of each new one, topmost first."""
-        missing = []
-        while not folder.is_dir():
-            missing.append(folder)
-            folder = folder.parent
-        for new in reversed(missing):
-            with suppress(FileExistsError):
-                os.mkdir(new)
-            _fsync_folder(new.parent)
+    def _replace(self, temp: str, target: str) -> None:
+        """Renames. Where a taken name is refused (some mounted object and Windows shares) it goes first.
 
-    def _fsync_folders(self, folder: Path) -> None:
-        _fsync_folder(folder)
-        if folder != Path(self.root):
-            _fsync_folder(folder.parent)
+        A crash between leaves neither. Only progress and receipts are ever replaced, and recovery does
+        without them; so does a commit or shard that is written a second time, whose first try has failed.
+        """
+        try:
+            self._os.rename(temp, target)
+        except FileExistsError:
+            self._os.unlink(target)
+            self._os.rename(temp, target)
+
+    # ------------------------------------------------------------------ folders
+
+    def _ready(self, path: str) -> tuple[str, str]:
+        """(folder, name) of an object that is about to be written; the folder is there and durable."""
+        folder, target = self._parts(path)
+        self._make_durable(folder)
+        return folder, target
+
+    def _make_durable(self, folder: str) -> None:
+        """Makes missing folders and fsyncs the entry of each, topmost first; once for each folder.
+
+        Also of those that exist: whoever made one may not have fsynced it yet, and may be dead.
+        """
+        todo = []
+        while folder != os.path.dirname(folder) and not (
+            folder in self._durable and self._kind(folder) == stat.S_IFDIR
+        ):
+            todo.append(folder)
+            folder = os.path.dirname(folder)
+        for new in reversed(todo):
+            existed = self._kind(new) is not None
+            if not existed:
+                with suppress(FileExistsError):
+                    self._os.mkdir(new, 0o777)
+            try:
+                self._fsync_folder(os.path.dirname(new))
+            except OSError:
+                # Folders above the root may be somebody else's, on a disk that we may not even open.
+                if not existed or new.startswith(os.path.join(self.root, "")):
+                    raise
+            self._durable.add(new)
+
+    def _delete_folder(self, folder: str) -> None:
+        """Deletes a folder of files. Not durable at return: what comes back is an orphan once more."""
+        self._durable.discard(folder)
+        for name in self._os.listdir(folder):
+            inner = os.path.join(folder, name)
+            if self._kind(inner) == stat.S_IFDIR:
+                self._delete_folder(inner)
+            else:
+                with suppress(FileNotFoundError):
+                    self._os.unlink(inner)
+        with suppress(FileNotFoundError):
+            self._os.rmdir(folder)
+
+    def _fsync_folder(self, folder: str) -> None:
+        fd = self._os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._os.fsync(fd)
+        finally:
+            self._os.close(fd)
 
 
-def _write_all(fd: int, chunk: Buffer) -> None:
-    view = memoryview(chunk).cast("B")
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def _fill(fd: int, begin: int, view: memoryview) -> int:
-    done = 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done:]], begin + done)
-        if count == 0:
-            break
-        done += count
-    return done
-
-
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextmanager
+def _absent_is_fine() -> Iterator[None]:
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        yield
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise

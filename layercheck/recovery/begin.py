@@ -1,17 +1,20 @@
 """Opens a run on all ranks: the storage is seen by everyone, the run is ours, the plan is made."""
 
 import logging
+import os
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
 from layercheck.config import LayerCheckConfig
+from layercheck.coordination.journal import PROBE_PREFIX
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import StorageError
 from layercheck.manifest import AttemptGrant, RunRecord
 from layercheck.model_facts import buffer_names, model_config, tied_names
 from layercheck.persistence.storage import Storage
 from layercheck.recovery.collectives import count_over_ranks, on_rank_zero
+from layercheck.redact import without_secrets
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
@@ -57,7 +60,7 @@ def begin(
 
 
 def _write_probe(storage: Storage) -> str:
-    probe = f"probe-{uuid.uuid4().hex}"
+    probe = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
     storage.write(probe, [b"seen"])
     return probe
 
@@ -89,7 +92,9 @@ def _claim(
         buffers=buffer_names(zero3.engine.module),
         model_config_json=model_config(zero3.engine.module),
         tokenizer_files=submission.info.get("tokenizer_files", {}),
-        config={**submission.info.get("config", {}), "checkpoint": config.model_dump(mode="json")},
+        config=without_secrets(
+            {**submission.info.get("config", {}), "checkpoint": config.model_dump(mode="json")}, os.environ
+        ),
     )
     for line in coordinator.open_run(record, probe):
         log.warning("setting changed since this run began: %s", line)

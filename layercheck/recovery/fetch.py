@@ -6,7 +6,9 @@ A shard whose checksum is wrong is read once more; if it is wrong again it is re
 gets a plan with an older version of that layer.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -17,10 +19,15 @@ import xxhash
 from layercheck.errors import DamagedShardError, StorageError
 from layercheck.layers import ParamSpec
 from layercheck.manifest import BadShard, LayerPlan, ShardRecord
+from layercheck.persistence.damage import is_damage
 from layercheck.persistence.shard_file import DTYPE_BYTES, ShardHeader, TensorRange, read_header
 from layercheck.persistence.storage import Storage
 
 Array = npt.NDArray[np.uint8]
+log = logging.getLogger(__name__)
+_LOOKS = 2
+_TRIES = 8
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 BLOCK_BYTES = 8 << 20
 """One read of the storage: large enough for an object store, small enough to be bounded memory."""
 
@@ -60,17 +67,27 @@ class Fetcher:
     Args:
         storage: the run's `layercheck` folder.
         keys: which tensors of a parameter are wanted (`fp32`, `exp_avg`, ...); None means all.
+        sleep: lets seconds pass while the storage does not answer.
     """
 
-    def __init__(self, storage: Storage, keys: frozenset[str] | None = None) -> None:
-        self._storage = storage
+    def __init__(
+        self,
+        storage: Storage,
+        keys: frozenset[str] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._storage, self._sleep = storage, sleep
         self._keys = keys
         self._headers: dict[str, _IndexedHeader] = {}
         self._block: Array = np.empty(BLOCK_BYTES, dtype=np.uint8)
         self.nbytes = 0
 
     def fetch(self, plan: LayerPlan, wanted: Sequence[Wanted]) -> FetchedLayer | BadShard:
-        """Reads one layer of a plan: this rank's slices, or the shard for which it cannot be had."""
+        """Reads one layer of a plan: this rank's slices, or the shard for which it cannot be had.
+
+        Raises:
+            StorageError: the storage does not answer; nothing is said of what it holds.
+        """
         try:
             return self._layer(plan, wanted)
         except _BadShardError as error:
@@ -92,14 +109,27 @@ class Fetcher:
     def _checked(
         self, shard: ShardRecord, wanted: Sequence[Wanted], slices: dict[str, FetchedSlice]
     ) -> dict[str, int]:
-        try:
-            return self._read(shard, wanted, slices)
-        except StorageError:
-            self._headers.pop(shard.file, None)
-        try:
-            return self._read(shard, wanted, slices)
-        except StorageError as error:
-            raise _BadShardError(shard, str(error)) from error
+        """Damage is looked at twice; a storage that does not answer is asked for a while.
+
+        Raises:
+            StorageError: it still does not: the version is not given up, this attempt is.
+        """
+        failed, pause_s = 0, _FIRST_PAUSE_S
+        while True:
+            try:
+                return self._read(shard, wanted, slices)
+            except StorageError as error:
+                self._headers.pop(shard.file, None)
+                failed += 1
+                if is_damage(error):
+                    if failed >= _LOOKS:
+                        raise _BadShardError(shard, str(error)) from error
+                    continue
+                if failed > _TRIES:
+                    raise
+                log.warning("%s; asking again in %g s", error.message, pause_s)
+            self._sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _read(
         self, shard: ShardRecord, wanted: Sequence[Wanted], slices: dict[str, FetchedSlice]

@@ -2,7 +2,8 @@
 
 States, all ranks together unless said otherwise:
 1. each rank fetches its parts of the plan, layer by layer, into its fp32 partitions and moments. What the
-   model computes with is not touched.
+   model computes with is not touched. A storage that does not answer one rank ends the attempt on all of
+   them, and no version is given up for it.
 2. one all-reduce counts the bad shards. None: go to 4.
 3. rank 0 has the coordinator amend the plan; only the layers that changed are fetched again; back to 2.
 4. all ranks hold the same whole plan: the weights follow. A failure before this point takes the partitions
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.errors import StorageError
 from layercheck.manifest import AttemptGrant, BadShard, LayerPlan, Receipt, RecoveryPlan
 from layercheck.persistence.storage import Storage
 from layercheck.recovery import install
@@ -33,6 +35,7 @@ def restore(
 
     Raises:
         NoPlanError: without the bad shards nothing is left to recover from.
+        StorageError: the storage does not answer.
     """
     assert grant.plan is not None, "a fresh run has nothing to restore"
     started = time.monotonic()
@@ -60,7 +63,7 @@ def _fetch_all(
     """States 1 to 3: the grant and the plan that were carried out, and the shards that were bad."""
     all_bad: tuple[BadShard, ...] = ()
     todo = plan.layers
-    while bad := _bad_on_any_rank(_fetch(zero3, fetcher, todo), zero3.collective_device):
+    while bad := _fetch_on_all_ranks(zero3, fetcher, todo):
         all_bad += bad
         before = {layer.layer: layer for layer in plan.layers}
         attempt = grant.attempt
@@ -69,6 +72,25 @@ def _fetch_all(
         plan = grant.plan
         todo = tuple(layer for layer in plan.layers if _moved(before.get(layer.layer), layer))
     return grant, plan, all_bad
+
+
+def _fetch_on_all_ranks(
+    zero3: Zero3Engine, fetcher: Fetcher, todo: tuple[LayerPlan, ...]
+) -> tuple[BadShard, ...]:
+    """States 1 and 2. A rank that left alone would hang the others, so all of them leave.
+
+    Raises:
+        StorageError: on every rank, if the storage does not answer one of them.
+    """
+    refused: StorageError | None = None
+    bad: list[BadShard] = []
+    try:
+        bad = _fetch(zero3, fetcher, todo)
+    except StorageError as error:
+        refused = error
+    if count_over_ranks(int(refused is not None), zero3.collective_device):
+        raise refused or StorageError("another rank cannot read the storage: see its error (`storage`)")
+    return _bad_on_any_rank(bad, zero3.collective_device)
 
 
 def _fetch(zero3: Zero3Engine, fetcher: Fetcher, todo: tuple[LayerPlan, ...]) -> list[BadShard]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from layercheck.config import DriftConfig
+from layercheck.layers import LayerStep
 from layercheck.manifest import DriftReport
 from layercheck.tracking.displacement import References
 from layercheck.tracking.pending import PendingReport
@@ -49,7 +50,7 @@ class RankNotices:
         grad_norm: of the step; where it is not finite the rank has an error too. May live on a device.
         step_s: seconds of the step itself, without what the session did in it.
         stall_s: seconds for which training waited for saves since the last report.
-        committed_step, committed_part, lost_steps, fenced: count on rank 0 alone.
+        committed_step, committed_part, lost_steps, fenced, demoted: count on rank 0 alone.
     """
 
     backlog: float = 0.0
@@ -59,6 +60,7 @@ class RankNotices:
     committed_part: int = 0
     lost_steps: tuple[int, ...] = ()
     fenced: bool = False
+    demoted: LayerStep | None = None
     step_s: float = 0.0
     stall_s: float = 0.0
 
@@ -83,6 +85,7 @@ class DriftMeter:
         self._relative = config.norm.startswith("rel_")
         layers = zero3.layer_map.trainable
         self._layers = [layer.name for layer in layers]
+        self._every_layer = [layer.name for layer in zero3.layer_map.layers]
         self._numel = [layer.numel for layer in layers]
         self._index = {name: i for i, name in enumerate(self._layers)}
         device = zero3.sub_groups[0].flat.device
@@ -213,7 +216,7 @@ class DriftMeter:
     def _tail(self, notices: RankNotices) -> list[float]:
         """Backlog and error of each rank, then what rank 0 knows, then seconds as parts of their means."""
         rank, world = self._zero3.rank, self._zero3.world_size
-        tail = [0.0] * (2 * world + 4 + LOST_SLOTS + 2)
+        tail = [0.0] * (2 * world + 6 + LOST_SLOTS + 2)
         tail[rank] = notices.backlog
         norm_is_bad = isinstance(notices.grad_norm, float) and not isfinite(notices.grad_norm)
         tail[world + rank] = float(notices.error or norm_is_bad)
@@ -225,9 +228,16 @@ class DriftMeter:
                 float(notices.committed_step),
                 float(notices.committed_part),
                 self._lr or self._held_lr,  # a skipped step has none of its own
+                *self._demotion(notices.demoted),
                 *map(float, lost),
             ]
         return tail
+
+    def _demotion(self, demoted: LayerStep | None) -> tuple[float, float]:
+        """(number of the layer, -1 for none; step)."""
+        if demoted is None:
+            return -1.0, 0.0
+        return float(self._every_layer.index(demoted.layer)), float(demoted.step)
 
     def _sums(self, found: list[Tensor]) -> Tensor:
         """Per layer, the weighted sum of the powers of the norms that the hooks found."""
@@ -243,7 +253,7 @@ class DriftMeter:
         num_rows = 2 if self._references is None else 4
         rows = [values[i * count : (i + 1) * count] for i in range(num_rows)]
         tail = values[num_rows * count :]
-        fenced, committed, part, lr, *lost_slots = tail[2 * world : -2]
+        fenced, committed, part, lr, rotten, usable, *lost_slots = tail[2 * world : -2]
         return DriftReport(
             step=step,
             delta=self._normalised(rows[0], rows[1]),
@@ -254,6 +264,7 @@ class DriftMeter:
             lost_steps=tuple(int(slot) for slot in lost_slots if slot >= 0),
             backlog=max(tail[:world]),
             fenced=fenced > 0,
+            demoted=LayerStep(self._every_layer[int(rotten)], int(usable)) if rotten >= 0 else None,
             errors=int(sum(tail[world : 2 * world])),
             step_s=tail[-2],
             stall_s=tail[-1],

@@ -169,7 +169,7 @@ class Ledger:
     # --------------------------------------------------------------------------------------------- each step
 
     def observe(self, report: DriftReport) -> LedgerEvents:
-        """Takes in one reduced report: losses, commits, then the drift of its step.
+        """Takes in one reduced report: losses, commits, a version that rotted, then the drift of its step.
 
         Losses come first: commits arrive as one step number, which would otherwise cover the lost ones too.
         Ranks that wait repeat the all-reduce at the same step; its drift counts once.
@@ -180,6 +180,8 @@ class Ledger:
         for step in committed:
             self.versions.commit(step)
             self._delays.append(max(0, report.step - step))
+        if report.demoted is not None:
+            self.versions.demote(report.demoted.layer, report.demoted.step)
         still: tuple[str, ...] = ()
         if report.step > self._observed_step:
             self._observed_step = report.step

@@ -91,6 +91,19 @@ class Versions:
         if event.full:
             self.committed_full = step
 
+    def demote(self, name: str, step: int) -> bool:
+        """The newest version of a layer has rotted, and the one of `step` counts instead (-1: none).
+
+        The layer is due at once, unless a newer version is on its way already. False if nothing changed.
+        """
+        layer = self.layers[name]
+        if step >= layer.committed:
+            return False
+        layer.committed = step
+        if name not in self.layers_in_flight:
+            layer.selected, layer.overdue = step, True
+        return True
+
     def lose(self, step: int) -> bool:
         """Gives back what the event took; False for an event that is not (or no longer) in flight."""
         event = self._in_flight.pop(step, None)

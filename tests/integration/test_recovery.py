@@ -91,6 +91,62 @@ def _assert_state_is_that_of_the_files(storage: str, newest: dict[str, int], sta
         np.testing.assert_array_equal(live, np.concatenate(parts), err_msg=name)
 
 
+def _first_update(storage: str) -> dict[str, Any]:
+    """Recovers, takes one step, and gives what the optimizer saw and did, sub-group by sub-group."""
+    engine = micro.build(99)
+    session = open_session(engine, storage)
+    point = session.resume()
+    zero3, seen = session._zero3, []
+
+    def look(group: Any) -> dict[str, np.ndarray]:
+        state = zero3._state(group.index)
+        tensors = {"weight": group.flat, "m": state["exp_avg"], "v": state["exp_avg_sq"]}
+        return {
+            key: np.concatenate([t.detach().double().numpy()[b : b + n] for b, n in group.segments])
+            for key, t in tensors.items()
+        }
+
+    def before(group: Any, lr: float) -> None:
+        gradient = engine.optimizer.fp32_partitioned_groups_flat[group.index].grad.double().numpy()
+        found = look(group) | {"g": np.concatenate([gradient[b : b + n] for b, n in group.segments])}
+        settings = engine.optimizer.optimizer.param_groups[group.group]
+        facts = {key: settings[key] for key in ("betas", "eps", "weight_decay")}
+        seen.append({"layer": group.layer, "lr": lr, "before": found, **facts})
+
+    def after(group: Any) -> None:
+        seen[-1]["after"] = look(group)["weight"]
+
+    stop = zero3.on_update(before, after)
+    micro.train_step(engine, point.step)
+    stop()
+    tied = engine.module.lm_head.weight is engine.module.model.embed_tokens.weight
+    session.close("failed")
+    steps = {layer["name"]: layer["step"] for layer in point.receipt.layers}
+    return {"seen": seen, "steps": steps, "tied": tied}
+
+
+def test_the_first_update_of_each_layer_is_adams_with_the_layers_own_step(
+    killed: str, tmp_path: Path
+) -> None:
+    for result in run_ranks(2, tmp_path, _first_update, killed):
+        assert len(set(result["steps"].values())) >= 3
+        assert result["tied"], "the head that shares the embedding is still one tensor with it"
+        assert {one["layer"] for one in result["seen"]} == set(result["steps"])
+        for one in result["seen"]:
+            updated = _adamw(one, result["steps"][one["layer"]] + 1)
+            assert np.abs(one["before"]["g"]).max(initial=0) > 0
+            np.testing.assert_allclose(one["after"], updated, rtol=0, atol=2e-8, err_msg=one["layer"])
+
+
+def _adamw(seen: dict[str, Any], step: int) -> np.ndarray:
+    """Loshchilov & Hutter, with the bias correction of this layer's step."""
+    (b1, b2), before = seen["betas"], seen["before"]
+    m = b1 * before["m"] + (1 - b1) * before["g"]
+    v = b2 * before["v"] + (1 - b2) * before["g"] ** 2
+    decayed = before["weight"] * (1 - seen["lr"] * seen["weight_decay"])
+    return decayed - seen["lr"] * (m / (1 - b1**step)) / (np.sqrt(v / (1 - b2**step)) + seen["eps"])
+
+
 def test_i6_a_flipped_bit_costs_one_layer_an_older_version_and_is_said_out_loud(
     killed: str, tmp_path: Path
 ) -> None:

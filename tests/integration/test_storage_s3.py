@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from layercheck.coordination import journal
+from layercheck.coordination.plan import PlanRequest, make_plan
 from layercheck.errors import DamagedShardError, StorageError
 from layercheck.persistence.storage import Storage, open_storage, open_store
 from tests.harness import RankFailedError, run_ranks
@@ -159,3 +161,41 @@ def test_a_bucket_that_is_not_there_ends_in_one_error_on_all_ranks(server: str, 
     nowhere = f"s3://no-such-bucket/runs?endpoint_override={server}&scheme=http"
     with pytest.raises(RankFailedError, match=r"StorageError: cannot write probe-.*`storage`"):
         run_ranks(2, tmp_path, _train_with_keys, nowhere, 1)
+
+
+def _submit(uri: str) -> dict[str, Any]:
+    """One of two submissions that know nothing of each other and start in the same moment."""
+    import torch.distributed as dist
+
+    from layercheck.coordination.coordinator import Coordinator
+    from tests.runs import Group, config, run_record
+
+    os.environ |= KEYS
+    name = f"submission-{dist.get_rank()}"
+    storage = open_storage(uri, "run")
+    coordinator = Coordinator(storage, config())
+    dist.barrier()
+    storage.write(f"probe-{name}", [b"seen"])
+    coordinator.open_run(run_record(), f"probe-{name}")
+    grant = coordinator.begin_attempt(f"{dist.get_rank():032x}", name, 2, "composite", takeover=True)
+    group = Group(coordinator, storage, grant)  # type: ignore[arg-type]
+    for step in range(grant.r_b, grant.r_b + 6):
+        group.save(step)
+        if group.beat(step).fenced:
+            return {"name": name, "attempt": grant.attempt, "fenced": True, "step": step}
+        time.sleep(0.5)
+    coordinator.close()
+    return {"name": name, "attempt": grant.attempt, "fenced": False, "step": step}
+
+
+@pytest.mark.slow
+def test_i15_of_two_submissions_in_the_same_moment_one_lineage_survives(uri: str, tmp_path: Path) -> None:
+    results = run_ranks(2, tmp_path, _submit, uri)
+    (survivor,) = [result for result in results if not result["fenced"]]
+    facts = journal.load_facts(open_storage(uri, "run"))
+    assert facts.newest is not None
+    assert (facts.newest.submission, facts.newest.attempt) == (survivor["name"], survivor["attempt"])
+    plan = make_plan(facts, PlanRequest(2))
+    assert plan is not None
+    assert plan.t_fail == survivor["step"]
+    assert {(layer.step, layer.attempt) for layer in plan.layers} == {(survivor["step"], survivor["attempt"])}

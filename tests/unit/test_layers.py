@@ -82,3 +82,8 @@ def test_i7_the_first_difference_between_two_models_is_named():
 def test_a_layer_map_survives_its_json():
     layer_map = build(*QWEN, ("extra.weight", False))
     assert LayerMap.model_validate_json(layer_map.model_dump_json()) == layer_map
+
+
+def test_the_prefix_of_an_adapter_library_changes_no_layer():
+    prefixed = build(*(f"base_model.model.{name}" for name in QWEN), blocks="base_model.model.model.layers")
+    assert [layer.name for layer in prefixed.layers] == [layer.name for layer in build(*QWEN).layers]

@@ -123,10 +123,95 @@ def test_i2_file_and_folders_are_synced_in_order(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
     LocalStorage(str(tmp_path / "lc")).write("events/e/shard", [b"x"])
+    acts = [act for act in acts if not act.startswith("sync ..")]  # folders that others made long ago
     at = acts.index("rename")
     assert acts[:3] == ["sync .", "sync lc", "sync lc/events"]
     assert acts[at - 1].startswith("sync lc/events/e/" + TEMP_PREFIX)
-    assert acts[at + 1 :] == ["sync lc/events/e", "sync lc/events"]
+    assert acts[at + 1 :] == ["sync lc/events/e"]
+
+
+def test_i2_a_folder_that_somebody_else_made_is_synced_once_before_it_is_relied_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its maker may have died between making it and the sync of its entry."""
+    (tmp_path / "lc" / "events" / "e").mkdir(parents=True)
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    storage = LocalStorage(str(tmp_path / "lc"))
+    storage.write("events/e/one", [b"x"])
+    assert {".", "lc", "lc/events", "lc/events/e"} <= set(synced)
+    synced.clear()
+    storage.write("events/e/two", [b"x"])
+    assert [name for name in synced if ".tmp-" not in name] == ["lc/events/e"]
+
+
+def test_i5_deleting_what_is_gone_already_makes_the_deletion_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who deleted the commit may have died before the folder was synced; its shards go only after that."""
+    storage = LocalStorage(str(tmp_path))
+    storage.write("events/e/shard", [b"x"])
+    synced: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
+    storage.delete("events/e/commit.parquet")
+    assert synced == [str(tmp_path / "events" / "e")]
+
+
+def test_a_symbolic_link_inside_the_store_leads_nowhere(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_bytes(b"precious")
+    storage = LocalStorage(str(tmp_path / "lc"))
+    storage.write("events/e/shard", [b"x"])
+    (tmp_path / "lc" / "events" / "link").symlink_to(outside)
+    (tmp_path / "lc" / "events" / "e" / "file").symlink_to(outside / "precious")
+    for path in ("events/link/precious", "events/e/file"):
+        assert storage.size(path) is None
+        with pytest.raises(StorageError, match="symbolic link"):
+            storage.read(path)
+        with pytest.raises(DamagedShardError, match="missing"):
+            storage.read_into(path, 0, memoryview(bytearray(1)))
+    assert storage.list("events/link") == []
+    with pytest.raises(StorageError, match="symbolic link"):
+        storage.write("events/link/new", [b"x"])
+    for path in ("events/link/precious", "events/link", "events/e"):
+        storage.delete(path)
+    assert storage.list("events") == []
+    assert [path.read_bytes() for path in outside.iterdir()] == [b"precious"]
+
+
+def test_the_root_of_a_store_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "lc").symlink_to(tmp_path / "disk")
+    storage = LocalStorage(str(tmp_path / "lc"))
+    storage.write("run.json", [b"{}"])
+    assert (tmp_path / "disk" / "run.json").read_bytes() == b"{}"
+    assert storage.list("") == ["run.json"]
+
+
+def test_a_file_system_that_refuses_to_rename_over_a_name_still_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.rename
+
+    def rename(source: str, target: str) -> None:
+        if os.path.exists(target):
+            raise FileExistsError(17, "File exists", target)
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    storage = LocalStorage(str(tmp_path))
+    for text in (b"one", b"two"):
+        storage.write("attempts/a001.progress.json", [text])
+        assert storage.read("attempts/a001.progress.json") == text
+    assert storage.list("attempts") == ["a001.progress.json"]
 
 
 def test_i2_a_folder_sync_that_fails_takes_a_new_name_back(

@@ -1,0 +1,29 @@
+"""The calls of a POSIX file system that the local storage makes. The module `os` has them all."""
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+
+class FileCalls(Protocol):
+    """A few functions of `os`, with its arguments, results and errors.
+
+    A test brings its own to end the process at each of them, or to cut the power: what a crash leaves depends
+    on these calls and their order alone.
+    """
+
+    def open(self, path: str, flags: int, mode: int = ..., /) -> int: ...  # noqa: D102
+    def write(self, fd: int, data: memoryview, /) -> int: ...  # noqa: D102
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int: ...  # noqa: D102
+    def fsync(self, fd: int, /) -> None: ...  # noqa: D102
+    def close(self, fd: int, /) -> None: ...  # noqa: D102
+    def rename(self, source: str, target: str, /) -> None: ...  # noqa: D102
+    def link(self, source: str, target: str, /) -> None: ...  # noqa: D102
+    def unlink(self, path: str, /) -> None: ...  # noqa: D102
+    def mkdir(self, path: str, mode: int, /) -> None: ...  # noqa: D102
+    def rmdir(self, path: str, /) -> None: ...  # noqa: D102
+    def listdir(self, path: str, /) -> list[str]: ...  # noqa: D102
+    def stat(self, path: str | int, /) -> os.stat_result: ...  # noqa: D102
+    def lstat(self, path: str, /) -> os.stat_result: ...  # noqa: D102
