@@ -3,13 +3,16 @@
 import logging
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
 
 import psutil
 
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination.link import HeartbeatLink
 from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.end_signals import EndSignals, listen
 from layercheck.manifest import AttemptGrant, DriftReport, Receipt, TrainerState
 from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
 from layercheck.persistence.storage import Storage
@@ -21,6 +24,8 @@ from layercheck.tracking.run_log import RunLog
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
+LATER_STEPS = 20
+_LEAST_GRACE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -30,12 +35,15 @@ class Attempt:
     Attributes:
         number: the attempt's number.
         step: newest step that `after_step` saw; `skipped` the engine's count then.
-        part: number of `save_now` events taken.
+        part: number of the newest further event of step `part_step`; see `next_part`.
         since: when training began, monotonic seconds.
         told_lost: lost events that went through the all-reduce already.
         ended: when `after_step` last returned, monotonic seconds.
         step_s: seconds between that and the next call; `stall_s` the stall in the call before.
         alerts: what the next `StepReport` tells a person; see `alert`, `take_alerts`.
+        signals: what announces the end of this process; `signal_grace_s` after that it comes.
+        ends_at: when the end comes by other word, monotonic seconds; see `grace_s`.
+        preempted: the last save is over.
         costs: on rank 0, figures of the newest step; `stall_s` is the sum over this attempt's steps.
     """
 
@@ -46,9 +54,14 @@ class Attempt:
     link: HeartbeatLink | None
     run_log: RunLog | None
     receipt: Receipt | None
+    signals: EndSignals
+    signal_grace_s: float
+    ends_at: float = inf
+    preempted: bool = False
     step: int = 0
     skipped: int = 0
     part: int = 0
+    part_step: int = -1
     state: TrainerState = field(default_factory=dict)
     since: float = field(default_factory=time.monotonic)
     told_lost: set[int] = field(default_factory=set)
@@ -93,25 +106,60 @@ class Attempt:
                 REASON_WINDOW,
             )
 
+    def next_part(self) -> int:
+        """The number of one more event of the current step, beside that of the policy."""
+        if self.part_step != self.step:
+            self.part_step, self.part = self.step, 0
+        self.part += 1
+        return self.part
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds until this rank will be ended; 0 if nobody said so.
+
+        Never less than one second once it was said: a rank that outlived its time may still save something.
+        """
+        ends_at = self.ends_at
+        if self.signals.came is not None:
+            ends_at = min(ends_at, self.signals.came_at + self.signal_grace_s)
+        return 0.0 if ends_at == inf else max(_LEAST_GRACE_S, ends_at - time.monotonic())
+
+    def limited_s(self, limit_s: float) -> float:
+        """A wait of at most `limit_s` that a last save must not draw out beyond its grace."""
+        return min(limit_s, self.grace_s) if self.preempted else limit_s
+
+    def complete_receipt(self, step: int, state: TrainerState) -> None:
+        """Adds to the receipt what only the steps after a recovery show, once each (rank 0)."""
+        if self.receipt is None or self.link is None:
+            return
+        if self.receipt.first_step_s is None:
+            update: dict[str, Any] = {"first_step_s": time.monotonic() - self.since}
+        elif step == self.receipt.resume_step + LATER_STEPS - 1 and state.get("loss") is not None:
+            update = {"loss_20_steps_later": float(state["loss"])}
+        else:
+            return
+        self.receipt = self.receipt.model_copy(update=update)
+        self.link.note_receipt(self.receipt)
+
     def notices(self) -> RankNotices:
         """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last."""
-        backlog = self.writer.backlog_bytes
+        own = RankNotices(
+            self.writer.backlog_bytes, step_s=self.step_s, stall_s=self.stall_s, grace_s=self.grace_s
+        )
         if self.link is None:
-            return RankNotices(backlog, step_s=self.step_s, stall_s=self.stall_s)
+            return own
         reply = self.link.reply
         untold = sorted(set(reply.lost_steps) - self.told_lost)
         told, later = untold[:LOST_SLOTS], untold[LOST_SLOTS:]
         self.told_lost.update(told)
         # A commit newer than a loss that has no slot yet would pass the lost event off as committed.
         committed = min(reply.committed_step, later[0] - 1) if later else reply.committed_step
-        return RankNotices(
-            backlog,
+        return replace(
+            own,
             committed_step=committed,
             committed_part=reply.committed_part,
             lost_steps=tuple(told),
             fenced=reply.fenced,
-            step_s=self.step_s,
-            stall_s=self.stall_s,
         )
 
 
@@ -148,6 +196,8 @@ def start_attempt(
         link=HeartbeatLink(coordinator, grant.attempt) if leads else None,
         run_log=RunLog(run_folder, grant.attempt, *metrics) if leads else None,
         receipt=receipt,
+        signals=listen(config.preemption_signals),
+        signal_grace_s=config.preemption_grace_s,
     )
 
 

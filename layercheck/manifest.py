@@ -15,6 +15,8 @@ from layercheck.layers import LayerMap
 
 FORMAT_VERSION = 1
 Reason = Literal["drift", "age", "full", "preemption"]
+ENDED_WELL = ("completed", "fenced", "preempted")
+"""Ends of an attempt that are no failure: nothing was cut off."""
 TrainerState = dict[str, Any]
 """JSON values only; always has `step` (int, the optimizer step after which it was taken)."""
 
@@ -42,6 +44,7 @@ class DriftReport:
         backlog: bytes that the slowest rank still has to write.
         fenced: a newer attempt has taken over.
         errors: number of ranks that cannot go on: a non-finite loss or gradient norm, or a wait that is over.
+        grace_s: seconds until some rank will be ended from outside (preemption); 0 for none.
         displacement: layer -> distance from its newest version; None where `drift.kind` is `path`.
         step_s: seconds of the step itself, mean over the ranks.
         stall_s: seconds for which training waited for saves since the last report, mean over the ranks.
@@ -59,6 +62,7 @@ class DriftReport:
     displacement: dict[str, float] | None = None
     step_s: float = 0.0
     stall_s: float = 0.0
+    grace_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +198,7 @@ class Progress(Record):
     trainer_state: TrainerState
     drift: dict[str, float]
     ended: str | None = None
-    """None while it runs; else how it ended: `completed`, `failed`, `fenced`."""
+    """None while it runs; else how it ended: `completed`, `failed`, `fenced`, `preempted`."""
     reason: str = ""
     """Why it ended, in words."""
     beat: int = Field(0, ge=0)
@@ -216,6 +220,15 @@ class Commit(Record):
         for record in sorted(self.records, key=lambda row: row.rank):
             layers.setdefault(record.layer, []).append(record)
         return {layer: tuple(rows) for layer, rows in layers.items()}
+
+    @cached_property
+    def whole_layers(self) -> tuple[str, ...]:
+        """Layers of which the rows of all ranks are here."""
+        return tuple(
+            layer
+            for layer, rows in self.by_layer.items()
+            if [row.rank for row in rows] == list(range(rows[0].world_size))
+        )
 
 
 class RunRecord(Record):

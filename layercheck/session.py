@@ -5,7 +5,6 @@ knows both. All methods are collectives: every rank calls them at the same step.
 """
 
 import logging
-import math
 import time
 import uuid
 from dataclasses import replace
@@ -15,12 +14,18 @@ from layercheck.attempt import Attempt, start_attempt
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.in_process import RankZeroClient, in_process_client
 from layercheck.coordination.protocol import CoordinatorClient
-from layercheck.errors import AgeBoundError, FencedError, LayerCheckError, NonFiniteStateError, StorageError
+from layercheck.errors import (
+    AgeBoundError,
+    FencedError,
+    LayerCheckError,
+    PreemptedError,
+    StorageError,
+)
+from layercheck.last_save import everything, save_before_end
 from layercheck.manifest import (
     AttemptGrant,
     DriftReport,
     EventId,
-    LayerWrite,
     PersistDecision,
     Receipt,
     ResumePoint,
@@ -28,19 +33,20 @@ from layercheck.manifest import (
 )
 from layercheck.persistence.shard_file import RngState
 from layercheck.persistence.storage import Storage, open_run_folder, open_storage
+from layercheck.poison import is_poisoned, poison_in
 from layercheck.recovery import rng as random_state
 from layercheck.recovery.begin import Submission, begin
 from layercheck.recovery.restore import in_words, restore
 from layercheck.step_report import StepReport
 from layercheck.tracking.drift import DriftMeter
 from layercheck.tracking.policy import decide
+from layercheck.tracking.preemption import last_parts
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
 POLL_S = 0.05
 ANSWER_S = 1.0
 CLOSE_S = 60.0
-LATER_STEPS = 20
 RngPolicy = Literal["keyed", "captured"]
 
 
@@ -180,6 +186,7 @@ class Session:
             FencedError: a newer attempt has taken over; return from training without being retried.
             NonFiniteStateError: the state is poisoned; nothing of it was committed.
             AgeBoundError: a layer is `s_max` steps old and the storage did not commit in time.
+            PreemptedError: a report said `preempted`, and the loop went on.
         """
         opened = self._need_open()
         if self._zero3.step == opened.step:
@@ -188,19 +195,27 @@ class Session:
             raise LayerCheckError(
                 f"after_step(step={step}): engine.global_steps is {self._zero3.step}; pass that"
             )
+        if opened.preempted:
+            raise PreemptedError(f"step {step}: end the loop where a StepReport says `preempted`", step=step)
         started = time.monotonic()
         opened.step, opened.step_s = step, started - opened.ended
         state: TrainerState = {**(trainer_state or {}), "step": step, **self._zero3.global_state()}
         opened.state = state
-        report = self._exchange(opened, step, self._is_poisoned(opened, state))
-        self._refuse_poison(opened, report)
+        report = self._exchange(opened, step, is_poisoned(opened, self._zero3, state))
+        if (poison := poison_in(opened, report)) is not None:
+            self.close("failed", poison.message)
+            raise poison
         self._observe(opened, report)
-        decision = decide(opened.ledger.facts(step, report.lr), self._config)
-        tracked = time.monotonic()
-        nbytes = self._save(opened, decision, state)
-        self._announce(opened, state)
-        if decision.must_wait:
-            self._wait_for_commits(opened, state, report.lr)
+        if report.grace_s:
+            tracked = time.monotonic()
+            decision, nbytes = self._last_save(opened, state, report)
+        else:
+            decision = decide(opened.ledger.facts(step, report.lr), self._config)
+            tracked = time.monotonic()
+            nbytes = self._save(opened, decision, state)
+            self._announce(opened, state)
+            if decision.must_wait:
+                self._wait_for_commits(opened, state, report.lr)
         finished = time.monotonic()
         result = StepReport(
             step=step,
@@ -211,12 +226,13 @@ class Session:
             max_age=opened.ledger.max_age(step),
             weighted_age=opened.ledger.weighted_age(step),
             still_layers=opened.ledger.still.layers,
+            preempted=opened.preempted,
             alerts=opened.take_alerts(),
         )
         if opened.run_log is not None:
             opened.run_log.step(result, state, report, decision, opened.ledger)
             opened.note(result, report)
-        self._complete_receipt(opened, step, state)
+        opened.complete_receipt(step, state)
         opened.stall_s, opened.ended = result.stall_s, time.monotonic()
         return result
 
@@ -235,26 +251,6 @@ class Session:
         if events.still and opened.link is not None:
             log.warning("not moving by step %d: %s; are their updates seen?", report.step, events.still)
 
-    def _is_poisoned(self, opened: Attempt, state: TrainerState) -> bool:
-        if self._zero3.skipped > opened.skipped:
-            opened.skipped = self._zero3.skipped
-            return False
-        values = (state.get("loss"), self._zero3.grad_norm())
-        return any(value is not None and not math.isfinite(value) for value in values)
-
-    def _refuse_poison(self, opened: Attempt, report: DriftReport) -> None:
-        layer = opened.ledger.non_finite(report)
-        if layer is None and not report.errors:
-            return
-        what = (
-            f"layer {layer} moved by a non-finite amount"
-            if layer
-            else "the loss or gradient norm is not finite"
-        )
-        reason = f"step {report.step}: {what}; nothing of this step was saved, collection is frozen"
-        self.close("failed", reason)
-        raise NonFiniteStateError(reason, step=report.step, layer=layer)
-
     def _save(self, opened: Attempt, decision: PersistDecision, state: TrainerState, part: int = 0) -> int:
         """Copies the chosen layers and hands them to the writer; returns this rank's bytes."""
         if not decision.writes:
@@ -266,7 +262,8 @@ class Session:
         event = EventId(step=decision.step, attempt=opened.number, part=part)
         try:
             rng = random_state.capture() if self._rng == "captured" else None
-            snapshot = opened.taker.take(event, decision, state, opened.writer.submit, rng)
+            wait_s = opened.limited_s(self._config.storage_wait_s)
+            snapshot = opened.taker.take(event, decision, state, opened.writer.submit, rng, wait_s)
         except StorageError as error:
             # The writer reports this event as lost; its drift comes back by the notice (I9).
             opened.alert(f"event {event.folder} is lost: {error}")
@@ -311,20 +308,29 @@ class Session:
         self._observe(opened, report)
         return report
 
-    def _complete_receipt(self, opened: Attempt, step: int, state: TrainerState) -> None:
-        receipt = opened.receipt
-        if receipt is None or opened.link is None:
-            return
-        if receipt.first_step_s is None:
-            update: dict[str, Any] = {"first_step_s": time.monotonic() - opened.since}
-        elif step == receipt.resume_step + LATER_STEPS - 1 and state.get("loss") is not None:
-            update = {"loss_20_steps_later": float(state["loss"])}
-        else:
-            return
-        opened.receipt = receipt.model_copy(update=update)
-        opened.link.note_receipt(opened.receipt)
+    # ------------------------------------------------------------------ last save, save now, close
 
-    # ------------------------------------------------------------------ save now, close
+    def preempt(self, grace_s: float | None = None) -> None:
+        """Says that this rank will be ended in `grace_s` (default `preemption_grace_s`) seconds.
+
+        No collective: one rank may call it alone, from any thread. At their next `after_step` all ranks save
+        what moved, and report `preempted`.
+        """
+        seconds = self._config.preemption_grace_s if grace_s is None else grace_s
+        self._need_open().ends_at = time.monotonic() + seconds
+
+    def _last_save(
+        self, opened: Attempt, state: TrainerState, report: DriftReport
+    ) -> tuple[PersistDecision, int]:
+        self._announce(opened, state)  # first: if the time is short, at least the step is known
+        parts = last_parts(opened.ledger.facts(opened.step, report.lr), self._config)
+        return save_before_end(
+            opened,
+            parts,
+            report.grace_s,
+            save=lambda part, number: self._save(opened, part, state, number),
+            poll=lambda deadline: self._poll(opened, opened.step, deadline),
+        )
 
     def save_now(self, trainer_state: TrainerState | None = None) -> None:
         """Takes a full event of the current step and waits until it is committed (I10).
@@ -335,21 +341,13 @@ class Session:
         opened = self._need_open()
         step = opened.step
         state: TrainerState = {**(trainer_state or opened.state), "step": step, **self._zero3.global_state()}
-        drift, ages = opened.ledger.drift, opened.ledger.ages(step)
-        decision = PersistDecision(
-            step=step,
-            writes=tuple(
-                LayerWrite(name, "full", drift.get(name, 0.0), 0.0, ages.get(name, 0))
-                for name in opened.ledger.full_set
-            ),
-        )
-        opened.part += 1
-        self._save(opened, decision, state, part=opened.part)
+        part = opened.next_part()
+        self._save(opened, everything(opened.ledger, step), state, part)
         self._announce(opened, state)
         deadline = time.monotonic() + self._config.storage_wait_s
         while True:
             report = self._poll(opened, step, deadline)
-            if (report.committed_step, report.committed_part) >= (step, opened.part):
+            if (report.committed_step, report.committed_part) >= (step, part):
                 opened.ledger.saved_now(step)
                 self.meter.take(step, opened.ledger.full_set)
                 self.meter.settle((step,), ())
@@ -363,19 +361,22 @@ class Session:
         """Waits for the writer and ends the attempt. Safe to call twice, and after any error.
 
         Args:
-            how: `completed`, `failed` or `fenced`.
+            how: `completed` (`preempted` if it was), `failed` or `fenced`.
             reason: for people, if it did not complete.
         """
         self.meter.close()
         opened, self._open = self._open, None
         if opened is None:
             return
-        if not opened.writer.close(CLOSE_S):
-            log.error("%d bytes were not durable %g s after the end", opened.writer.backlog_bytes, CLOSE_S)
+        opened.signals.restore()
+        how = "preempted" if opened.preempted and how == "completed" else how
+        limit_s = opened.limited_s(CLOSE_S)
+        if not opened.writer.close(limit_s):
+            log.error("%d bytes were not durable %g s after the end", opened.writer.backlog_bytes, limit_s)
         if opened.run_log is not None:
             opened.run_log.close()
         if opened.link is not None:
-            opened.link.close(CLOSE_S)
+            opened.link.close(limit_s)
             self._end_attempt(opened, how, reason)
         self._close_own_coordinator()
 

@@ -11,6 +11,8 @@ class StepReport:
         stall_s: seconds for which training waited for a save.
         tracking_s: seconds of `after_step` without the save.
         still_layers: trainable layers whose measured movement has been zero for a whole rotation: an alarm.
+        preempted: the end of this run was announced and the last save is over: end the loop, close the
+            session. Another step would raise.
         alerts: what a person should know since the last step; the coordinator's come on rank 0.
     """
 
@@ -22,4 +24,5 @@ class StepReport:
     max_age: int = 0
     weighted_age: float = 0.0
     still_layers: tuple[str, ...] = ()
+    preempted: bool = False
     alerts: tuple[str, ...] = ()

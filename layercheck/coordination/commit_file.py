@@ -58,13 +58,13 @@ def encode(commit: Commit) -> bytes:
         "format": canonical(FORMAT_VERSION),
         "digest": xxh3_128_hexdigest(canonical(meaning)).encode(),
     }
-    return _parquet(pa.Table.from_pylist(_rows(commit.records), SCHEMA), metadata)
+    return _parquet(_table(commit.records, SCHEMA), metadata)
 
 
 def encode_history(records: Sequence[ShardRecord]) -> bytes:
     """Rows of past commits, for `history/*.parquet`."""
     schema = SCHEMA.append(pa.field("part", pa.int32()))
-    return _parquet(pa.Table.from_pylist(_rows(records), schema), {})
+    return _parquet(_table(records, schema), {})
 
 
 def decode_history(data: bytes) -> tuple[ShardRecord, ...]:
@@ -131,11 +131,14 @@ def _record(row: dict[str, Any], part: int) -> ShardRecord:
 
 
 def _meaning(commit: Commit) -> dict[str, Any]:
-    return commit.model_dump()  # mode="json" would turn an infinity in the trainer state into null
+    """What `model_dump` gives, without its copy of every row; JSON mode would make an infinity null."""
+    return commit.model_dump(exclude={"records"}) | {"records": [row.__dict__ for row in commit.records]}
 
 
-def _rows(records: Sequence[ShardRecord]) -> list[dict[str, Any]]:
-    return [record.model_dump() | {"nbytes": record.nbytes} for record in records]
+def _table(records: Sequence[ShardRecord], schema: pa.Schema) -> pa.Table:
+    """Column by column: a dict for every row takes five times as long."""
+    columns = [pa.array([getattr(row, field.name) for row in records], field.type) for field in schema]
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _parquet(table: pa.Table, metadata: dict[str, bytes]) -> bytes:

@@ -182,7 +182,8 @@ class Coordinator:
         with self._lock:
             if not self._is_current(event.attempt) or self._fenced:
                 return
-            if any(row.event != event or row.rank != rank for row in records):
+            own = (event.step, event.attempt, event.part, rank)
+            if any((row.step, row.attempt, row.part, row.rank) != own for row in records):
                 raise ValueError(f"rows of another event or rank in {event.folder}, rank {rank}")
             self._book.add(event, rank, records, trainer_state, self._clock())
             self.tick()
@@ -226,8 +227,8 @@ class Coordinator:
             if beat is not None:
                 facts = replace(facts, progress=facts.progress | {beat.attempt: beat})
             return summarize(facts) | {
-                "num_commits": len(self._book.committed),
-                "num_lost": len(self._book.lost),
+                "num_commits": self._book.num_committed,
+                "num_lost": self._book.num_lost,
                 "open_events": len(self._book.open),
                 "alerts": list(self._recent_alerts),
                 "committed_bytes": sum(row.nbytes for c in facts.commits for row in c.records),
@@ -347,8 +348,7 @@ class Coordinator:
         """
         assert self._record is not None
         selected = (trainer_state.get("layercheck") or {}).get("selected", {})
-        for step in sorted({step for step in selected.values() if step > self._record.r_b}):
-            self._book.expect(EventId(step=step, attempt=self._record.attempt), self._clock())
+        self._book.expect((step for step in selected.values() if step > self._record.r_b), self._clock())
 
     # ------------------------------------------------------------ the rest
 

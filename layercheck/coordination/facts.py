@@ -102,9 +102,8 @@ class StoreFacts:
 
 def versions_of(commit: Commit) -> Iterator[Version]:
     """The complete versions of one commit: rows of all ranks 0 to world_size - 1 are there."""
-    for layer, shards in commit.by_layer.items():
-        if [shard.rank for shard in shards] == list(range(shards[0].world_size)):
-            yield Version(layer, commit.event, shards)
+    for layer in commit.whole_layers:
+        yield Version(layer, commit.event, commit.by_layer[layer])
 
 
 def by_layer(commits: Iterable[Commit], layer_map: LayerMap) -> dict[str, list[Version]]:

@@ -36,6 +36,7 @@ class RankNotices:
         error: this rank cannot go on: its state is not finite, or its wait is over.
         step_s: seconds of the step itself, without what the session did in it.
         stall_s: seconds for which training waited for saves since the last report.
+        grace_s: seconds until this rank will be ended from outside; 0 for not announced.
         committed_step, committed_part, lost_steps, fenced: count on rank 0 alone.
     """
 
@@ -47,6 +48,7 @@ class RankNotices:
     fenced: bool = False
     step_s: float = 0.0
     stall_s: float = 0.0
+    grace_s: float = 0.0
 
 
 class DriftMeter:
@@ -172,15 +174,15 @@ class DriftMeter:
         return report
 
     def _tail(self, notices: RankNotices) -> list[float]:
-        """Backlog and error of each rank, then what rank 0 knows, then seconds as parts of their means."""
+        """Backlog and grace of each rank, what rank 0 knows, seconds as parts of their means, errors."""
         rank, world = self._zero3.rank, self._zero3.world_size
-        tail = [0.0] * (2 * world + 4 + LOST_SLOTS + 2)
+        tail = [0.0] * (2 * world + 4 + LOST_SLOTS + 3)
         tail[rank] = notices.backlog
-        tail[world + rank] = float(notices.error)
-        tail[-2:] = [notices.step_s / world, notices.stall_s / world]
+        tail[world + rank] = notices.grace_s
+        tail[-3:] = [notices.step_s / world, notices.stall_s / world, float(notices.error)]
         if rank == 0:
             lost = (*notices.lost_steps[:LOST_SLOTS], *[-1] * LOST_SLOTS)[:LOST_SLOTS]
-            tail[2 * world : -2] = [
+            tail[2 * world : -3] = [
                 float(notices.fenced),
                 float(notices.committed_step),
                 float(notices.committed_part),
@@ -201,7 +203,7 @@ class DriftMeter:
     def _report(
         self, step: int, rows: Sequence[Sequence[float]], tail: Sequence[float], world: int
     ) -> DriftReport:
-        fenced, committed, part, lr, *lost_slots = tail[2 * world : -2]
+        fenced, committed, part, lr, *lost_slots = tail[2 * world : -3]
         return DriftReport(
             step=step,
             delta=self._normalised(rows[0], rows[1]),
@@ -212,9 +214,10 @@ class DriftMeter:
             lost_steps=tuple(int(slot) for slot in lost_slots if slot >= 0),
             backlog=max(tail[:world]),
             fenced=fenced > 0,
-            errors=int(sum(tail[world : 2 * world])),
-            step_s=tail[-2],
-            stall_s=tail[-1],
+            errors=int(tail[-1]),
+            step_s=tail[-3],
+            stall_s=tail[-2],
+            grace_s=min((slot for slot in tail[world : 2 * world] if slot > 0), default=0.0),
         )
 
     def _normalised(self, moved: Sequence[float], held: Sequence[float]) -> dict[str, float]:
