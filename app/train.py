@@ -29,7 +29,7 @@ from cluster.client import connect
 from cluster.coordinator import start_coordinator
 from cluster.faults import FaultPlan
 from cluster.locks import prepare_extensions
-from cluster.preemption import Drains, WatchingTorchConfig
+from cluster.preemption import Drains, WatchingTorchConfig, driver_signals
 from layercheck.errors import ConfigError, LayerCheckError, PreemptedError
 
 EXIT_CODES = {"completed": 0, "failed": 1, "refused": 1, "fenced": 3, "preempted": os.EX_TEMPFAIL}
@@ -176,8 +176,15 @@ def _fit(config: Config, submission: str, takeover: bool) -> TrainResult:
             callbacks=[FailureNotes(config.run.folder, submission)],
         ),
     )
+    grace_s = config.checkpoint.settings.preemption_grace_s
+
+    def tell(seconds: float) -> None:
+        client = connect(config.run.name, config.run.storage_root, config.checkpoint.settings)
+        client.announce_end(submission, seconds)
+
     try:
-        returned = trainer.fit().return_value
+        with driver_signals(_signals(config), grace_s, tell):
+            returned = trainer.fit().return_value
     except TrainingFailedError as error:
         return TrainResult("failed", message=str(error))
     return TrainResult(**returned)

@@ -5,14 +5,20 @@ thread of the worker, while Python hands signals to the main thread alone; that 
 Train's controller (a status poll every `health_check_s`) and handles a signal with the next of them. The
 handler that Ray itself sets for SIGTERM would end the worker there and then.
 
+The driver too may get the signal: Slurm's `--signal=B:USR1` by way of the batch script, or SIGTERM by
+`ray job stop`. It tells the run's coordinator, and that tells rank 0 in its answer to the next heartbeat.
+
 A drain (spot capacity, a node that scales down) is known to Ray: Ray Train restarts the group on other nodes
 when the deadline has passed, on a budget of its own (`FailureConfig.max_preemption_failures`), if no worker
 ended by itself before.
 """
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from _thread import interrupt_main
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +26,13 @@ import ray.train
 from ray.train.torch import TorchConfig
 
 from layercheck.end_signals import listen
-from layercheck.errors import PreemptedError
+from layercheck.errors import LayerCheckError, PreemptedError
 
 log = logging.getLogger(__name__)
 _FALLBACK_DEADLINE_S = 120.0
 """Ray's own, for a drain without a deadline."""
 _TEARDOWN_S = 60.0
+_WATCH_S = 0.2
 _TorchBackend: Any = TorchConfig().backend_cls
 
 
@@ -51,6 +58,44 @@ class WatchingTorchConfig(TorchConfig):  # type: ignore[misc]
     def backend_cls(self) -> type[Any]:
         """See `BackendConfig`."""
         return _WatchingBackend
+
+
+@contextmanager
+def driver_signals(names: tuple[str, ...], grace_s: float, tell: Callable[[float], None]) -> Iterator[None]:
+    """While the driver waits for its workers, it notes its signals and passes the first one on.
+
+    A run that has not ended `grace_s` and some time later (it may wait for resources, where nothing beats) is
+    interrupted as by Ctrl-C. Main thread only.
+
+    Args:
+        names: signals.
+        grace_s: seconds from the signal to the end.
+        tell: passes the seconds on to the workers; may raise.
+    """
+    if not names:
+        yield
+        return
+    over, signals = threading.Event(), listen(names, chain=False)
+
+    def watch() -> None:
+        while signals.came is None:
+            if over.wait(_WATCH_S):
+                return
+        log.warning("%s: the workers are told to save and to end within %g s", signals.came, grace_s)
+        try:
+            tell(grace_s)
+        except LayerCheckError as error:
+            log.error("the workers cannot be told: %s", error)
+        if not over.wait(grace_s + _TEARDOWN_S):
+            interrupt_main()
+
+    watcher = threading.Thread(target=watch, name="layercheck-driver-signals", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        signals.restore()
 
 
 class Drains:

@@ -149,6 +149,9 @@ class Attempt:
         if self.link is None:
             return own
         reply = self.link.reply
+        if reply.grace_s and self.ends_at == inf:
+            self.ends_at = time.monotonic() + reply.grace_s
+            own = replace(own, grace_s=self.grace_s)
         untold = sorted(set(reply.lost_steps) - self.told_lost)
         told, later = untold[:LOST_SLOTS], untold[LOST_SLOTS:]
         self.told_lost.update(told)

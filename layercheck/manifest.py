@@ -224,10 +224,9 @@ class Commit(Record):
     @cached_property
     def whole_layers(self) -> tuple[str, ...]:
         """Layers of which the rows of all ranks are here."""
+        ranks = {layer: [row.rank for row in rows] for layer, rows in self.by_layer.items()}
         return tuple(
-            layer
-            for layer, rows in self.by_layer.items()
-            if [row.rank for row in rows] == list(range(rows[0].world_size))
+            layer for layer, held in ranks.items() if held == list(range(self.records[0].world_size))
         )
 
 
@@ -358,13 +357,15 @@ class AttemptGrant:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """What rank 0 learns from the coordinator. `lost_steps` are all events of this attempt declared lost."""
+    """What rank 0 learns from the coordinator. `lost_steps` are the events of this attempt declared lost."""
 
     committed_step: int = -1
     committed_part: int = 0
     lost_steps: tuple[int, ...] = ()
     fenced: bool = False
     alerts: tuple[str, ...] = ()
+    grace_s: float = 0.0
+    """Seconds until the whole submission will be ended; 0 for not announced."""
 
 
 class Receipt(Record):

@@ -77,6 +77,18 @@ def decode_history(data: bytes) -> tuple[ShardRecord, ...]:
     return tuple(_record(row, row.pop("part")) for row in rows)
 
 
+def merge_history(parts: Sequence[bytes]) -> tuple[bytes, list[bool]]:
+    """One part with the rows of all; the second value says which of them could be read."""
+    tables: list[pa.Table | None] = []
+    for data in parts:
+        try:
+            tables.append(pq.read_table(pa.BufferReader(data)))
+        except (pa.ArrowException, ValueError, OSError):
+            tables.append(None)
+    readable = [table for table in tables if table is not None]
+    return _parquet(pa.concat_tables(readable), {}), [table is not None for table in tables]
+
+
 def decode(data: bytes, event: EventId) -> Commit:
     """The commit of an event from its file.
 

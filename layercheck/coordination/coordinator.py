@@ -78,7 +78,7 @@ class Coordinator:
         self._record: AttemptRecord | None = None
         self._book = EventBook(0, 0)
         self._heart = Heart(storage, clock)
-        self._collector = Collector(storage, config)
+        self._collector = Collector(storage, config, clock)
         self._fenced = False
         self._recovered = False
         self._failure_at: float | None = None
@@ -161,6 +161,8 @@ class Coordinator:
                 self._collector.freeze()
                 if self._in_probation():
                     self._guarded("blacklist", lambda: journal.blacklist_plan(self._storage, attempt, reason))
+            if self._collector.is_owed and not self._in_probation():
+                self._guarded("collect", self._collect)  # whoever completes a run has no successor to do it
             self._guarded("journal", lambda: self._heart.end(how, reason))
 
     def note_receipt(self, attempt: int, receipt: dict[str, Any]) -> None:
@@ -246,7 +248,7 @@ class Coordinator:
             committed = False
             while not self._fenced and (entry := self._book.next_complete(self._clock())):
                 committed |= self._commit(entry)
-            if committed and not self._fenced and not self._in_probation():
+            if self._collector.is_due(committed) and not self._fenced and not self._in_probation():
                 self._guarded("collect", self._collect)
 
     def close(self) -> None:
