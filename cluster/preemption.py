@@ -14,9 +14,10 @@ ended by itself before.
 """
 
 import logging
+import os
+import signal
 import threading
 import time
-from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def driver_signals(names: tuple[str, ...], grace_s: float, tell: Callable[[float
         except LayerCheckError as error:
             log.error("the workers cannot be told: %s", error)
         if not over.wait(grace_s + _TEARDOWN_S):
-            interrupt_main()
+            os.kill(os.getpid(), signal.SIGINT)
 
     watcher = threading.Thread(target=watch, name="layercheck-driver-signals", daemon=True)
     watcher.start()

@@ -13,6 +13,7 @@ from layercheck.config import LayerCheckConfig
 from layercheck.coordination.link import HeartbeatLink
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.end_signals import EndSignals, listen
+from layercheck.errors import LayerCheckError
 from layercheck.manifest import AttemptGrant, DriftReport, Receipt, TrainerState
 from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
 from layercheck.persistence.storage import Storage
@@ -140,6 +141,14 @@ class Attempt:
             return
         self.receipt = self.receipt.model_copy(update=update)
         self.link.note_receipt(self.receipt)
+
+    def say_ended(self, coordinator: CoordinatorClient, how: str, reason: str) -> None:
+        """Tells the coordinator how this attempt ended (rank 0)."""
+        try:
+            coordinator.end_attempt(self.number, how, reason)
+        except LayerCheckError as error:
+            # The store says less of how this attempt ended; nothing that was saved depends on it.
+            log.error("the end of attempt %d could not be noted: %s", self.number, error)
 
     def notices(self) -> RankNotices:
         """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last."""

@@ -224,10 +224,8 @@ class Commit(Record):
     @cached_property
     def whole_layers(self) -> tuple[str, ...]:
         """Layers of which the rows of all ranks are here."""
-        ranks = {layer: [row.rank for row in rows] for layer, rows in self.by_layer.items()}
-        return tuple(
-            layer for layer, held in ranks.items() if held == list(range(self.records[0].world_size))
-        )
+        ranks = list(range(self.records[0].world_size)) if self.records else []
+        return tuple(name for name, rows in self.by_layer.items() if [row.rank for row in rows] == ranks)
 
 
 class RunRecord(Record):

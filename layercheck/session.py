@@ -291,7 +291,11 @@ class Session:
             if self._config.on_bound == "continue" and step > 0:
                 opened.alert(f"the age bound s_max={self._config.s_max} is broken at step {step}")
                 return
-            if not opened.ledger.versions.in_flight or self._poll(opened, step, deadline).errors:
+            report = self._poll(opened, step, deadline) if opened.ledger.versions.in_flight else None
+            if report is not None and report.grace_s and step > 0:
+                self._last_save(opened, state, report)
+                return
+            if report is None or report.errors:
                 raise AgeBoundError(
                     f"step {step}: a layer is s_max={self._config.s_max} steps old and nothing newer was "
                     f"committed within storage_wait_s={self._config.storage_wait_s:g}, or its save was lost",
@@ -377,15 +381,8 @@ class Session:
             opened.run_log.close()
         if opened.link is not None:
             opened.link.close(limit_s)
-            self._end_attempt(opened, how, reason)
+            opened.say_ended(self._coordinator, how, reason)
         self._close_own_coordinator()
-
-    def _end_attempt(self, opened: Attempt, how: str, reason: str) -> None:
-        try:
-            self._coordinator.end_attempt(opened.number, how, reason)
-        except LayerCheckError as error:
-            # The store says less of how this attempt ended; nothing that was saved depends on it.
-            log.error("the end of attempt %d could not be noted: %s", opened.number, error)
 
     def _close_own_coordinator(self) -> None:
         if isinstance(self._coordinator, RankZeroClient):

@@ -150,7 +150,8 @@ def test_a_damaged_history_part_stays_where_it_is_when_the_others_are_merged(sto
     history.append_history(storage, 7, rows)
     own = [name for name in storage.list("history") if name.startswith("attempt-007-")]
     assert own == [f"attempt-007-{part:05d}.parquet" for part in (3, history.MERGED_AT_ONCE)]
-    assert len(history.read_history(storage)) % len(rows) == 0
+    found = [row for row in history.read_history(storage) if row.step == EVENT.step]
+    assert len(found) == (history.MERGED_AT_ONCE - 1) * len(rows)
 
 
 def test_a_crash_while_parts_are_merged_leaves_every_row(tmp_path: Path) -> None:
@@ -161,7 +162,7 @@ def test_a_crash_while_parts_are_merged_leaves_every_row(tmp_path: Path) -> None
     storage.arm("attempt-007-", crash=True, fail_after=2)  # after the new part and the merged one
     with pytest.raises(PowerCutError):
         history.append_history(storage, 7, rows)
-    seen = [row for row in history.read_history(storage) if row in rows]
+    seen = [row for row in history.read_history(storage) if row.step == EVENT.step]
     assert len(seen) >= history.MERGED_AT_ONCE * len(rows)
 
 
