@@ -324,7 +324,7 @@ class Coordinator:
         try:
             if not self._still_ours():
                 return False
-            journal.write_commit(self._storage, commit)
+            journal.write_commit(self._storage, commit, entry.row_texts)
         except StorageError as error:
             self._commit_failed(entry, error)
             return False

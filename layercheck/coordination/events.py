@@ -10,6 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from layercheck.coordination.commit_file import text_of
 from layercheck.manifest import EventId, ShardRecord, TrainerState
 
 Order = tuple[int, int]
@@ -26,6 +27,8 @@ class OpenEvent:
     event: EventId
     since: float
     shards: dict[int, tuple[ShardRecord, ...]] = field(default_factory=dict)
+    texts: dict[int, bytes] = field(default_factory=dict)
+    """The canonical text of each rank's rows, made as they come: the commit then has less to do."""
     trainer_state: TrainerState = field(default_factory=dict)
     failures: int = 0
     not_before: float = 0.0
@@ -34,6 +37,11 @@ class OpenEvent:
     def records(self) -> tuple[ShardRecord, ...]:
         """All rows, in rank order."""
         return tuple(row for rank in sorted(self.shards) for row in self.shards[rank])
+
+    @property
+    def row_texts(self) -> list[bytes]:
+        """The texts of the same rows."""
+        return [self.texts[rank] for rank in sorted(self.texts)]
 
 
 class EventBook:
@@ -78,7 +86,7 @@ class EventBook:
         if self._is_final(event):
             return
         entry = self.open.setdefault(event, OpenEvent(event, now))
-        entry.shards[rank] = rows
+        entry.shards[rank], entry.texts[rank] = rows, text_of(rows)
         if rank == 0 or not entry.trainer_state:
             entry.trainer_state = deepcopy(state)  # the caller may go on changing its own
         self._heard(rank, event)

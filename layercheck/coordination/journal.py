@@ -7,6 +7,7 @@ digest counts as absent and is announced. Only `progress` and `receipt` are ever
 import json
 import logging
 import re
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -201,9 +202,12 @@ def event_folders(storage: Storage) -> list[EventId]:
     return sorted((e for e in found if e is not None), key=lambda e: (e.step, e.attempt, e.part))
 
 
-def write_commit(storage: Storage, commit: Commit) -> None:
-    """The one write that makes an event exist. All its shards are durable before (I2)."""
-    storage.write(commit.event.commit_file, [commit_file.encode(commit)])
+def write_commit(storage: Storage, commit: Commit, texts: Iterable[bytes] | None = None) -> None:
+    """The one write that makes an event exist. All its shards are durable before (I2).
+
+    `texts`: see `commit_file.encode`.
+    """
+    storage.write(commit.event.commit_file, [commit_file.encode(commit, texts)])
 
 
 def load_commits(storage: Storage) -> tuple[list[Commit], list[EventId], list[str]]:

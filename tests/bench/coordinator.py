@@ -1,6 +1,6 @@
 """How fast the coordinator takes shard records, how fast it commits, and what it remembers.
 
-    python -m tests.bench.coordinator [--ranks 1024] [--events 300] [--json FILE]
+    python -m tests.bench.coordinator [--ranks 1024] [--events 120] [--json FILE]
     python -m tests.bench.coordinator --memory [--events 100000]
 
 The coordinator is the real one on a local disk, commits fsynced, collection at work; what the ranks send
@@ -70,8 +70,8 @@ def call_of(event: EventId, rank: int, ranks: int, layers: tuple[str, ...], reas
         ShardRecord(
             layer=layer, step=event.step, attempt=event.attempt, rank=rank, world_size=ranks,
             file=event.shard_file(rank), begin=4096 * i, end=4096 * (i + 1),
-            xxh3_128=xxh3_128_hexdigest(f"{event.step}{rank}{layer}"), drift=1e-3, threshold=9e-4, age=100,
-            reason=reason, snapshot_s=0.01, write_s=0.1,
+            xxh3_128=xxh3_128_hexdigest(f"{event.step}{rank}{layer}".encode()), drift=1e-3, threshold=9e-4,
+            age=100, reason=reason, snapshot_s=0.01, write_s=0.1,
         )
         for i, layer in enumerate(layers)
     )  # fmt: skip
@@ -191,7 +191,7 @@ def main() -> int:
         if args.memory:
             figures = memory(folder, args.ranks or 2, args.events or 100_000)
         else:
-            figures = speed(folder, args.ranks or 1024, args.events or 300)
+            figures = speed(folder, args.ranks or 1024, args.events or 120)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(figures, indent=2))

@@ -18,7 +18,7 @@ from tests import micro
 from tests.harness import run_ranks
 from tests.integration.ranks import CONFIG, open_session, train, train_without_session
 
-TOLD_AT, STEPS = 19, 30
+TOLD_AT, STEPS = 13, 20
 SAVED_AT = TOLD_AT + 1
 
 
