@@ -21,13 +21,13 @@ def head() -> Iterator[PrivateHead]:
         yield started
 
 
-def _workers(head: PrivateHead) -> list[psutil.Process]:
-    """The processes of this head in which Ray Train runs the ranks."""
+def _processes(head: PrivateHead, words: str) -> list[psutil.Process]:
+    """The processes of this head's jobs whose command line holds these words: ranks, or the driver itself."""
     found = []
     for process in psutil.process_iter():
         try:
             ours = process.environ().get("RAY_ADDRESS") == head.address
-            if ours and "RayTrainWorker" in " ".join(process.cmdline()):
+            if ours and words in " ".join(process.cmdline()) and "sh" not in process.name():
                 found.append(process)
         except psutil.Error:
             continue  # gone meanwhile
@@ -38,14 +38,16 @@ def _trains(process: subprocess.Popen[str], folder: Path, attempt: int, step: in
     wait_until(lambda: progress_step(folder, attempt) >= step, process)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_to_one_worker_ends_the_run_with_all_layers_saved_and_the_next_goes_on(head, tmp_path, name):
+@pytest.mark.parametrize(("who", "name"), [("worker", "SIGTERM"), ("driver", "SIGUSR1")])
+def test_a_signal_to_one_process_ends_the_run_with_all_layers_saved_and_the_next_goes_on(
+    head: PrivateHead, tmp_path: Path, who: str, name: str
+) -> None:
     signals = {"checkpoint.settings.preemption_signals": f"[{name}]"}
     run = start_app(head, tmp_path, "told", **{"train.steps": 100_000, **signals})
     _trains(run, tmp_path / "told", 1, 12)
-    workers = _workers(head)
-    assert len(workers) == 2
-    os.kill(workers[1].pid, signal.Signals[name])
+    told = _processes(head, "RayTrainWorker") if who == "worker" else _processes(head, "-m app --config")
+    assert len(told) == (2 if who == "worker" else 1)
+    os.kill(told[-1].pid, signal.Signals[name])
     code, output = finish(run)
     assert code == os.EX_TEMPFAIL, output[-4000:]
     assert "submit the same run name again" in output
@@ -69,9 +71,9 @@ def test_where_the_setting_says_so_ray_restarts_the_group_after_a_signal(head, t
     run = start_app(head, tmp_path, "again", **settings)
     try:
         _trains(run, tmp_path / "again", 1, 12)
-        os.kill(_workers(head)[0].pid, signal.SIGTERM)
+        os.kill(_processes(head, "RayTrainWorker")[0].pid, signal.SIGTERM)
         _trains(run, tmp_path / "again", 2, 14)
-        for worker in _workers(head):
+        for worker in _processes(head, "RayTrainWorker"):
             os.kill(worker.pid, signal.SIGTERM)
         _trains(run, tmp_path / "again", 3, 16)
     finally:
