@@ -161,7 +161,7 @@ class Coordinator:
                 self._collector.freeze()
                 if self._in_probation():
                     self._guarded("blacklist", lambda: journal.blacklist_plan(self._storage, attempt, reason))
-            if self._collector.is_owed and not self._in_probation():
+            while self._collector.is_owed and not self._in_probation() and not self._fenced:
                 self._guarded("collect", self._collect)  # whoever completes a run has no successor to do it
             self._guarded("journal", lambda: self._heart.end(how, reason))
 
