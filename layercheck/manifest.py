@@ -15,8 +15,7 @@ from layercheck.layers import LayerMap
 
 FORMAT_VERSION = 1
 Reason = Literal["drift", "age", "full", "preemption"]
-ENDED_WELL = ("completed", "fenced", "preempted")
-"""Ends of an attempt that are no failure: nothing was cut off."""
+ENDED_WELL = ("completed", "fenced", "preempted")  # ends of an attempt that are no failure
 TrainerState = dict[str, Any]
 """JSON values only; always has `step` (int, the optimizer step after which it was taken)."""
 

@@ -1,4 +1,4 @@
-"""Where bytes go: one folder of one run, reached by seven operations. URIs are in `arrow_storage`.
+"""Where bytes go: one folder of one run, reached by eight operations. URIs are in `arrow_storage`.
 
 What a caller may assume when `write` returns: the object is whole, has its final name, and survives a power
 cut. What it may assume after an exception: nothing new has that name. Nothing here is retried; the writer and
@@ -53,6 +53,10 @@ class Storage(Protocol):
         Raises:
             DamagedShardError: the object is missing or too short.
         """
+        ...
+
+    def expect(self, path: str, begin: int, end: int) -> None:
+        """These bytes will be read soon: a hint, which never waits and never fails."""
         ...
 
     def size(self, path: str) -> int | None:
@@ -184,6 +188,15 @@ class LocalStorage:
             raise DamagedShardError(
                 f"{path} is short: {done} of {len(view)} bytes at offset {begin}", path=path, begin=begin
             )
+
+    def expect(self, path: str, begin: int, end: int) -> None:
+        """See `Storage.expect`. The kernel reads ahead into its cache, many requests at once."""
+        with suppress(OSError):
+            fd = os.open(self._full(path), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(fd)
 
     def size(self, path: str) -> int | None:
         """See `Storage.size`."""

@@ -6,7 +6,7 @@ A model of 30 million parameters on gloo ranks is trained for some steps, so tha
 several events, and then recovered from cold files (their pages are dropped before each timing).
 `total_s` is plan + fetch + install of one recovery on the slowest rank. `fetch_of_raw` is the median, over
 pairs that alternate, of the seconds that bare reads of the same byte ranges into one reused buffer take,
-divided by the seconds of a fetch; all ranks at once in both.
+divided by the seconds of a fetch into the partitions and moments; all ranks at once in both.
 """
 
 import argparse
@@ -81,9 +81,9 @@ def recover(storage: str, pairs: int) -> dict[str, Any]:
     from layercheck.config import parse_config
     from layercheck.coordination.in_process import in_process_client
     from layercheck.persistence.storage import open_storage
+    from layercheck.recovery import install, restore
     from layercheck.recovery.begin import Submission, begin
     from layercheck.recovery.fetch import Fetcher
-    from layercheck.recovery.restore import restore
     from layercheck.zero3 import Zero3Engine
 
     zero3, store, config = Zero3Engine(build()), open_storage(storage, "run"), parse_config(SETTINGS)
@@ -102,16 +102,16 @@ def recover(storage: str, pairs: int) -> dict[str, Any]:
             store.read_into(shard.file, shard.begin, buffer.data[: shard.nbytes])
 
     def fetch() -> None:
-        _, bad = Fetcher(store).fetch(plan.layers, zero3.slices)
-        assert not bad
+        assert not restore._fetch(zero3, Fetcher(store), plan.layers)
 
+    install.start(zero3, plan)
     seconds: dict[str, list[float]] = {"raw": [], "fetch": []}
     for pair in range(pairs):
         both: list[tuple[str, Callable[[], None]]] = [("raw", raw), ("fetch", fetch)]
         for name, act in both if pair % 2 else both[::-1]:
             seconds[name].append(_timed(store.root, act))
     _drop_pages(store.root)
-    _, receipt = restore(zero3, store, client, grant, plan_s)
+    _, receipt = restore.restore(zero3, store, client, grant, plan_s)
     client.close()  # type: ignore[attr-defined]
     return {
         "plan_s": receipt.plan_s,
