@@ -50,7 +50,7 @@ def _listen(names: tuple[str, ...]) -> None:
 
 
 @dataclass
-class WatchingTorchConfig(TorchConfig):  # type: ignore[misc]
+class WatchingTorchConfig(TorchConfig):
     """A `TorchConfig` whose workers note `signals` instead of ending by them."""
 
     signals: tuple[str, ...] = ()
