@@ -170,6 +170,11 @@ class ClusterConfig(Section):
     gpus_per_worker: float = Field(0, ge=0)
     max_failures: int = Field(3, ge=-1)
     """Restarts of the worker group; -1 means no limit."""
+    max_preemption_failures: int = Field(-1, ge=-1)
+    """Restarts after Ray took nodes away that it had announced; they have a budget of their own."""
+    on_signal: Literal["end", "restart"] = "end"
+    """After a signal of `checkpoint.settings.preemption_signals` and the last save: `end` the run with status
+    `preempted`, to be submitted again, or have the group restarted at once (counts in `max_failures`)."""
     backend: Literal["gloo", "nccl"] | None = None
     """Default: nccl with GPUs, else gloo."""
     health_check_s: float = Field(0.3, gt=0)

@@ -12,6 +12,7 @@ from app.records import Attempt, StepRow, Write, read_attempts, read_steps, read
 from app.runfiles import RunFiles
 from app.timeline import happenings, phases
 from app.train_result import TrainResult
+from layercheck.manifest import ENDED_WELL
 from layercheck.redact import without_secrets
 
 _RECEIPT_KEYS = (
@@ -79,7 +80,7 @@ def _progress(observed: Observed, attempts: list[Attempt], steps: list[StepRow])
 
 def _failures(attempts: list[Attempt], observed: Observed) -> int:
     """Attempts that were cut off. The newest counts only if this submission ended without success."""
-    past = [attempt for attempt in attempts[:-1] if attempt.ended not in ("completed", "fenced")]
+    past = [attempt for attempt in attempts[:-1] if attempt.ended not in ENDED_WELL]
     return len(past) + (observed.result.status == "failed")
 
 

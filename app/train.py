@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from app.config import Config, load_config, parse
@@ -29,14 +29,20 @@ from cluster.client import connect
 from cluster.coordinator import start_coordinator
 from cluster.faults import FaultPlan
 from cluster.locks import prepare_extensions
-from layercheck.errors import ConfigError, LayerCheckError
+from cluster.preemption import Drains, WatchingTorchConfig, driver_signals
+from layercheck.errors import ConfigError, LayerCheckError, PreemptedError
 
-EXIT_CODES = {"completed": 0, "failed": 1, "refused": 1, "fenced": 3}
+EXIT_CODES = {"completed": 0, "failed": 1, "refused": 1, "fenced": 3, "preempted": os.EX_TEMPFAIL}
 _USAGE = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains a run; returns the exit code: 0 completed, 1 failed or refused, 2 usage, 3 taken over."""
+    """Trains a run.
+
+    Returns:
+        The exit code: 0 completed, 1 failed or refused, 2 usage, 3 taken over, 75 (EX_TEMPFAIL) preempted:
+        whoever requeues jobs by their exit code is to submit it again.
+    """
     args = _parser().parse_args(arguments)
     overrides = list(args.set)
     overrides += [f"run.name={args.run_name}"] if args.run_name else []
@@ -135,6 +141,8 @@ def _run(config: Config, *, takeover: bool) -> int:
         print(describe_resumed(resumed))
     if result.message:
         print(f"error: {result.message}", file=sys.stderr)
+    if result.status == "preempted":
+        print("preempted after a last save: submit the same run name again to go on", file=sys.stderr)
     print(describe_summary(summary), flush=True)
     return EXIT_CODES[result.status]
 
@@ -151,7 +159,7 @@ def _fit(config: Config, submission: str, takeover: bool) -> TrainResult:
     trainer = TorchTrainer(
         worker,
         train_loop_config={"config": config.resolved(), "submission": submission, "takeover": takeover},
-        torch_config=TorchConfig(backend=cluster.process_group),
+        torch_config=WatchingTorchConfig(backend=cluster.process_group, signals=_signals(config)),
         scaling_config=ScalingConfig(
             num_workers=(cluster.fewest_workers, cluster.workers) if cluster.min_workers else cluster.workers,
             elastic_resize_monitor_interval_s=cluster.resize_check_s,
@@ -162,15 +170,29 @@ def _fit(config: Config, submission: str, takeover: bool) -> TrainResult:
             # Ray reads the state that it finds under a name it knows, and dies if that was cut off.
             name=f"{config.run.name}-{submission[:12]}",
             storage_path=f"{config.run.folder}/ray",
-            failure_config=FailureConfig(max_failures=cluster.max_failures),
+            failure_config=FailureConfig(
+                max_failures=cluster.max_failures, max_preemption_failures=cluster.max_preemption_failures
+            ),
             callbacks=[FailureNotes(config.run.folder, submission)],
         ),
     )
+    grace_s = config.checkpoint.settings.preemption_grace_s
+
+    def tell(seconds: float) -> None:
+        client = connect(config.run.name, config.run.storage_root, config.checkpoint.settings)
+        client.announce_end(submission, seconds)
+
     try:
-        returned = trainer.fit().return_value
+        with driver_signals(_signals(config), grace_s, tell):
+            returned = trainer.fit().return_value
     except TrainingFailedError as error:
         return TrainResult("failed", message=str(error))
     return TrainResult(**returned)
+
+
+def _signals(config: Config) -> tuple[str, ...]:
+    """Without a session nothing could be saved: then a signal ends a worker as it always did."""
+    return config.checkpoint.settings.preemption_signals if config.checkpoint.method == "layercheck" else ()
 
 
 def _fault_plan(config: Config) -> FaultPlan:
@@ -195,7 +217,7 @@ def worker(arguments: dict[str, Any]) -> dict[str, Any]:
     _prepare_process(config)
     from app.train_loop import train  # imports deepspeed, which must see the prepared extensions
 
-    coordinator = None
+    coordinator, drains = None, Drains(config.checkpoint.settings.preemption_grace_s)
     if config.checkpoint.method == "layercheck":
         coordinator = connect(config.run.name, config.run.storage_root, config.checkpoint.settings)
     try:
@@ -208,12 +230,26 @@ def worker(arguments: dict[str, Any]) -> dict[str, Any]:
             takeover=arguments["takeover"],
             reporter=ray.train.report,
             faults=_fault_plan(config),
+            drains=drains,
         )
     except LayerCheckError as error:
         if error.retry_may_help:
             raise
         result = TrainResult("refused", message=str(error))
+    if result.status == "preempted":
+        _leave(config, drains)
     return asdict(result)
+
+
+def _leave(config: Config, drains: Drains) -> None:
+    """After a last save: raises where Ray is to restart the group, returns where the run is to end.
+
+    All ranks were told alike of a drain, and each of them may have got the signal: all go the same way.
+    """
+    if drains.announced:
+        drains.hold()
+    if config.cluster.on_signal == "restart":
+        raise PreemptedError("a signal announced the end of a worker; all was saved (cluster.on_signal)")
 
 
 def _prepare_process(config: Config) -> None:

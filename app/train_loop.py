@@ -34,6 +34,18 @@ class Faults(Protocol):
         ...
 
 
+class Drains(Protocol):
+    """Word of nodes that will be taken away."""
+
+    def ask(self) -> None:
+        """Asks for it; all ranks call it at the same steps, it may be a barrier."""
+        ...
+
+    def due_s(self, step_s: float) -> float | None:
+        """Seconds that remain for a last save, if it has to begin now."""
+        ...
+
+
 def train(
     config: Config,
     *,
@@ -44,6 +56,7 @@ def train(
     takeover: bool = False,
     reporter: Reporter | None = None,
     faults: Faults | None = None,
+    drains: Drains | None = None,
 ) -> TrainResult:
     """Trains to the last step, from wherever the store says. All ranks call it; it is one collective.
 
@@ -56,16 +69,18 @@ def train(
         takeover: fence off another submission even if it is alive.
         reporter: called on all ranks at the same steps, every `report_every_s`; may be a barrier.
         faults: kills to inject.
+        drains: asked whenever progress is reported.
 
     Returns:
-        `completed`, or `fenced` when a newer attempt has taken the run over.
+        `completed`, `preempted` when the end was announced and all was saved, or `fenced` when a newer
+        attempt has taken the run over.
     """
     init_distributed(config)
     job, session = _set_up(config, rank, world_size, coordinator, submission, takeover)
     try:
         point = session.resume()
         _check_weights_are_there(job, point)
-        return _run_steps(job, session, point, reporter, faults)
+        return _run_steps(job, session, point, reporter, faults, drains)
     except FencedError as fenced:
         log.warning("%s", fenced)
         session.close("fenced")
@@ -129,7 +144,12 @@ def _check_weights_are_there(job: Job, point: ResumePoint) -> None:
 
 
 def _run_steps(
-    job: Job, session: Any, point: ResumePoint, reporter: Reporter | None, faults: Faults | None
+    job: Job,
+    session: Any,
+    point: ResumePoint,
+    reporter: Reporter | None,
+    faults: Faults | None,
+    drains: Drains | None,
 ) -> TrainResult:
     meter = Meter(job.config, job.total_steps)
     state: TrainerState = dict(point.trainer_state)
@@ -138,17 +158,30 @@ def _run_steps(
         set_lr(job.engine, lr_at(step - 1 - job.engine.skipped_steps, job.total_steps, job.config.train))
         loss, report_due = mean_over_ranks(job, one_step(job, step), meter.report_due())
         state = _trainer_state(job, step, loss)
-        meter.end(step, loss, session.after_step(step, state))
+        report = session.after_step(step, state)
+        meter.end(step, loss, report)
+        if report.preempted:
+            session.close("preempted")
+            return TrainResult("preempted", step, loss, meter.steps, meter.median_step_s())
         if faults is not None:
             faults.maybe_kill(job.rank, step)
         if report_due:
             _report(meter, job.rank, reporter)
+        if drains is not None:
+            _heed(drains, session, report_due, meter.median_step_s() or 0.0)
     if point.step <= job.total_steps:
         session.save_now(state)
     session.close("completed")
     if meter.has_news():
         _report(meter, job.rank, reporter)
     return TrainResult("completed", job.total_steps, state.get("loss"), meter.steps, meter.median_step_s())
+
+
+def _heed(drains: Drains, session: Any, ask: bool, step_s: float) -> None:
+    if ask:
+        drains.ask()
+    if (left_s := drains.due_s(step_s)) is not None:
+        session.preempt(left_s)
 
 
 def _trainer_state(job: Job, step: int, loss: float) -> TrainerState:

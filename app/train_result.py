@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["completed", "fenced", "refused", "failed"]
-"""`refused`: an error that a restart would meet again; `failed`: the restarts are used up."""
+Status = Literal["completed", "preempted", "fenced", "refused", "failed"]
+"""`preempted`: its end was announced and it saved first, a new submission goes on; `refused`: an error that a
+restart would meet again; `failed`: the restarts are used up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,10 @@ class ActorClient:
         """The driver saw the workers fail; the next attempt's `reschedule_s` counts from here."""
         self._call("note_failure")
 
+    def announce_end(self, submission: str, grace_s: float) -> None:
+        """The driver of `submission` will be ended in `grace_s` seconds: all ranks are to save before."""
+        self._retry("announce_end", (submission, grace_s), self._limit_s)
+
     def health(self) -> dict[str, Any]:
         """Says that the actor's process lives (pid, alive_s, config)."""
         return dict(self._retry("health", (), self._limit_s))

@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -114,6 +115,7 @@ class CoordinatorActor:
         self._making = threading.Lock()
         self._started_s = self._last_beat_s = time.monotonic()
         self._completed_s: float | None = None
+        self._ending: tuple[str, float] | None = None
         self._metrics = Metrics(run)
         threading.Thread(target=self._tick_for_ever, name="tick", daemon=True).start()
 
@@ -127,7 +129,13 @@ class CoordinatorActor:
         if name == "end_attempt" and args[1] == "completed":
             self._completed_s = time.monotonic()
         self._metrics.saw(name, args, answer)
+        if name == "heartbeat" and self._ending is not None:
+            return replace(answer, grace_s=max(1.0, self._ending[1] - time.monotonic()))
         return answer
+
+    def announce_end(self, submission: str, grace_s: float) -> None:
+        """The driver of this submission will be ended; the workers learn of it by their heartbeats."""
+        self._ending = (submission, time.monotonic() + grace_s)
 
     def begin_attempt(self, config: LayerCheckConfig, *args: Any) -> AttemptGrant:
         """Grants an attempt, and from then on works by the settings of the submission that got it.
@@ -137,6 +145,8 @@ class CoordinatorActor:
         from storage; the new attempt has no events yet, and the same token gets the same attempt and plan.
         """
         grant: AttemptGrant = self.call("begin_attempt", *args)
+        if self._ending is not None and self._ending[0] != args[1]:
+            self._ending = None  # that of an earlier submission
         if config == self._config:
             return grant
         with self._making:

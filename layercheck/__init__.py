@@ -6,10 +6,11 @@ from typing import Any
 _HOMES = {
     "Session": "layercheck.session",
     "attach": "layercheck.session",
+    "listen": "layercheck.end_signals",
     "layer_groups": "layercheck.zero3",
 }
 
-__all__ = ["Session", "attach", "layer_groups"]
+__all__ = ["Session", "attach", "layer_groups", "listen"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,32 +3,32 @@
 import logging
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
 
 import psutil
 
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination.link import HeartbeatLink
 from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.end_signals import EndSignals, listen
+from layercheck.errors import LayerCheckError
 from layercheck.layers import LayerStep
-from layercheck.manifest import (
-    AttemptGrant,
-    DriftReport,
-    HeartbeatReply,
-    Receipt,
-    TrainerState,
-)
+from layercheck.manifest import AttemptGrant, DriftReport, HeartbeatReply, Receipt, TrainerState
 from layercheck.overlap import Overlap
 from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
 from layercheck.persistence.storage import Storage
 from layercheck.persistence.writer import ShardWriter
 from layercheck.step_report import StepReport
-from layercheck.tracking.drift import LOST_SLOTS, RankNotices
 from layercheck.tracking.ledger import REASON_WINDOW, Ledger, LedgerEvents
+from layercheck.tracking.notices import LOST_SLOTS, RankNotices
 from layercheck.tracking.run_log import RunLog
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
+LATER_STEPS = 20
+_LEAST_GRACE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -41,13 +41,17 @@ class Attempt:
         part: number of `save_now` events taken.
         state: trainer state of that step; `complete` that of the newest step whose report is clean, which is
             what heartbeats carry; `unreported` those in between, by step.
-        backlog: bytes that the slowest rank still had to write, by the newest report.
+        backlog: bytes that the slowest rank still had to write, by the newest report; `told_grace_s` the
+            seconds in which some rank will be ended, 0 for none.
         since: when training began, monotonic seconds.
         told_lost: lost events that went through the all-reduce already.
         told_rot: the newest step whose report told of a version that has rotted.
         ended: when `after_step` last returned, monotonic seconds.
         step_s: seconds between that and the next call; `stall_s` the stall in the call before.
         alerts: what the next `StepReport` tells a person; see `alert`, `take_alerts`.
+        signals: what announces the end of this process; `signal_grace_s` after that it comes.
+        ends_at: when the end comes by other word, monotonic seconds; see `grace_s`.
+        preempted: the last save is over.
         costs: on rank 0, figures of the newest step; `stall_s` is the sum over this attempt's steps.
     """
 
@@ -58,13 +62,19 @@ class Attempt:
     link: HeartbeatLink | None
     run_log: RunLog | None
     receipt: Receipt | None
+    signals: EndSignals
+    signal_grace_s: float
+    ends_at: float = inf
+    preempted: bool = False
     step: int = 0
     skipped: int = 0
     part: int = 0
+    part_step: int = -1
     state: TrainerState = field(default_factory=dict)
     complete: TrainerState = field(default_factory=dict)
     unreported: dict[int, TrainerState] = field(default_factory=dict)
     backlog: float = 0.0
+    told_grace_s: float = 0.0
     since: float = field(default_factory=time.monotonic)
     told_lost: set[int] = field(default_factory=set)
     told_rot: int = 0
@@ -91,7 +101,7 @@ class Attempt:
         """Takes in one clean report; on rank 0 also into the tables."""
         events = self.ledger.observe(report)
         self.complete = self.unreported.pop(report.step, self.complete)
-        self.backlog = report.backlog
+        self.backlog, self.told_grace_s = report.backlog, report.grace_s
         if self.run_log is not None:
             self.run_log.observed(report, self.ledger)
         return events
@@ -118,26 +128,72 @@ class Attempt:
                 REASON_WINDOW,
             )
 
+    def next_part(self) -> int:
+        """The number of one more event of the current step, beside that of the policy."""
+        if self.part_step != self.step:
+            self.part_step, self.part = self.step, 0
+        self.part += 1
+        return self.part
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds until this rank will be ended; 0 if nobody said so.
+
+        Never less than one second once it was said: a rank that outlived its time may still save something.
+        """
+        ends_at = self.ends_at
+        if self.signals.came is not None:
+            ends_at = min(ends_at, self.signals.came_at + self.signal_grace_s)
+        return 0.0 if ends_at == inf else max(_LEAST_GRACE_S, ends_at - time.monotonic())
+
+    def limited_s(self, limit_s: float) -> float:
+        """A wait of at most `limit_s` that a last save must not draw out beyond its grace."""
+        return min(limit_s, self.grace_s) if self.preempted else limit_s
+
+    def complete_receipt(self, step: int, state: TrainerState) -> None:
+        """Adds to the receipt what only the steps after a recovery show, once each (rank 0)."""
+        if self.receipt is None or self.link is None:
+            return
+        if self.receipt.first_step_s is None:
+            update: dict[str, Any] = {"first_step_s": time.monotonic() - self.since}
+        elif step == self.receipt.resume_step + LATER_STEPS - 1 and state.get("loss") is not None:
+            update = {"loss_20_steps_later": float(state["loss"])}
+        else:
+            return
+        self.receipt = self.receipt.model_copy(update=update)
+        self.link.note_receipt(self.receipt)
+
+    def say_ended(self, coordinator: CoordinatorClient, how: str, reason: str) -> None:
+        """Tells the coordinator how this attempt ended (rank 0)."""
+        try:
+            coordinator.end_attempt(self.number, how, reason)
+        except LayerCheckError as error:
+            # The store says less of how this attempt ended; nothing that was saved depends on it.
+            log.error("the end of attempt %d could not be noted: %s", self.number, error)
+
     def notices(self) -> RankNotices:
         """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last."""
-        backlog = self.writer.backlog_bytes
+        own = RankNotices(
+            self.writer.backlog_bytes, step_s=self.step_s, stall_s=self.stall_s, grace_s=self.grace_s
+        )
         if self.link is None:
-            return RankNotices(backlog, step_s=self.step_s, stall_s=self.stall_s)
+            return own
         reply = self.link.reply
+        if reply.grace_s and self.ends_at == inf:
+            self.ends_at = time.monotonic() + reply.grace_s
+            own = replace(own, grace_s=self.grace_s)
         untold = sorted(set(reply.lost_steps) - self.told_lost)
         told, later = untold[:LOST_SLOTS], untold[LOST_SLOTS:]
         self.told_lost.update(told)
         # A commit newer than a loss that has no slot yet would pass the lost event off as committed.
         committed = min(reply.committed_step, later[0] - 1) if later else reply.committed_step
-        return RankNotices(
-            backlog,
+        return replace(
+            own,
             committed_step=committed,
             committed_part=reply.committed_part,
             lost_steps=tuple(told),
             fenced=reply.fenced,
             demoted=self._rot_to_tell(reply),
-            step_s=self.step_s,
-            stall_s=self.stall_s,
         )
 
     def _rot_to_tell(self, reply: HeartbeatReply) -> LayerStep | None:
@@ -188,6 +244,8 @@ def start_attempt(
         link=HeartbeatLink(coordinator, grant.attempt) if leads else None,
         run_log=RunLog(run_folder, grant.attempt, *metrics) if leads else None,
         receipt=receipt,
+        signals=listen(config.preemption_signals),
+        signal_grace_s=config.preemption_grace_s,
     )
 
 

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from layercheck.end_signals import signal_number
 from layercheck.errors import ConfigError
 
 
@@ -74,6 +75,12 @@ class LayerCheckConfig(BaseModel):
     """Tries after the first, with pauses from 0.2 s doubling up to 10 s: half a minute by default."""
     metrics_flush_s: float = Field(60, gt=0)
 
+    preemption_signals: tuple[str, ...] = ("SIGTERM",)
+    """Signals that announce the end of a rank, such as SIGUSR1 for Slurm's `--signal`; () for none. All
+    ranks then save every layer that moved, and the loop learns of it by `StepReport.preempted`."""
+    preemption_grace_s: float = Field(30, gt=0)
+    """Time for that last save, from the signal on, where the announcement itself gives none."""
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.warmup_full_every > 0.75 * self.s_max:
@@ -92,6 +99,8 @@ class LayerCheckConfig(BaseModel):
                 f"target_interval={self.target_interval:g} is above s_max={self.s_max}: the age limit alone "
                 "would write more often; lower target_interval or raise s_max"
             )
+        for name in self.preemption_signals:
+            signal_number(name)
         if self.recovery == "strict" and self.strict_max_age is None:
             raise ValueError("recovery='strict' needs strict_max_age (steps)")
         return self

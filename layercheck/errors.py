@@ -67,6 +67,10 @@ class FencedError(LayerCheckError):
     retry_may_help = False
 
 
+class PreemptedError(LayerCheckError):
+    """The run was announced its end, has saved what it could, and was driven on all the same."""
+
+
 class NonFiniteStateError(LayerCheckError):
     """The drift, loss or gradient norm is not finite after the step; nothing of it was committed (I13)."""
 

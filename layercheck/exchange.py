@@ -13,7 +13,8 @@ from math import isfinite
 from layercheck.attempt import Attempt
 from layercheck.errors import FencedError, NonFiniteStateError
 from layercheck.manifest import DriftReport, TrainerState
-from layercheck.tracking.drift import DriftMeter, RankNotices
+from layercheck.tracking.drift import DriftMeter
+from layercheck.tracking.notices import RankNotices
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from layercheck.layers import LayerMap, LayerStep
 
 FORMAT_VERSION = 1
 Reason = Literal["drift", "age", "full", "preemption"]
+ENDED_WELL = ("completed", "fenced", "preempted")  # ends of an attempt that are no failure
 TrainerState = dict[str, Any]
 """JSON values only; always has `step` (int, the optimizer step after which it was taken)."""
 
@@ -44,6 +45,7 @@ class DriftReport:
         fenced: a newer attempt has taken over.
         demoted: a layer whose newest version has rotted, with the step that counts instead; one a report.
         errors: number of ranks that cannot go on: a non-finite loss or gradient norm, or a wait that is over.
+        grace_s: seconds until some rank will be ended from outside (preemption); 0 for none.
         displacement: layer -> distance from its newest version; None where `drift.kind` is `path`.
         step_s: seconds of the step itself, mean over the ranks.
         stall_s: seconds for which training waited for saves since the last report, mean over the ranks.
@@ -62,6 +64,7 @@ class DriftReport:
     displacement: dict[str, float] | None = None
     step_s: float = 0.0
     stall_s: float = 0.0
+    grace_s: float = 0.0
 
     @property
     def is_clean(self) -> bool:
@@ -205,7 +208,7 @@ class Progress(Record):
     trainer_state: TrainerState
     drift: dict[str, float]
     ended: str | None = None
-    """None while it runs; else how it ended: `completed`, `failed`, `fenced`."""
+    """None while it runs; else how it ended: `completed`, `failed`, `fenced`, `preempted`."""
     reason: str = ""
     """Why it ended, in words."""
     beat: int = Field(0, ge=0)
@@ -227,6 +230,12 @@ class Commit(Record):
         for record in sorted(self.records, key=lambda row: row.rank):
             layers.setdefault(record.layer, []).append(record)
         return {layer: tuple(rows) for layer, rows in layers.items()}
+
+    @cached_property
+    def whole_layers(self) -> tuple[str, ...]:
+        """Layers of which the rows of all ranks are here."""
+        ranks = list(range(self.records[0].world_size)) if self.records else []
+        return tuple(name for name, rows in self.by_layer.items() if [row.rank for row in rows] == ranks)
 
 
 class RunRecord(Record):
@@ -356,7 +365,7 @@ class AttemptGrant:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """What rank 0 learns from the coordinator. `lost_steps` are all events of this attempt declared lost.
+    """What rank 0 learns from the coordinator. `lost_steps` are the events of this attempt declared lost.
 
     `demoted`: the layers whose newest version has rotted.
     """
@@ -367,6 +376,8 @@ class HeartbeatReply:
     fenced: bool = False
     alerts: tuple[str, ...] = ()
     demoted: tuple[LayerStep, ...] = ()
+    grace_s: float = 0.0
+    """Seconds until the whole submission will be ended; 0 for not announced."""
 
 
 class Receipt(Record):

@@ -15,12 +15,18 @@ from layercheck.attempt import Attempt, start_attempt
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.in_process import RankZeroClient, in_process_client
 from layercheck.coordination.protocol import CoordinatorClient
-from layercheck.errors import AgeBoundError, LayerCheckError, NonFiniteStateError, StorageError
+from layercheck.errors import (
+    AgeBoundError,
+    LayerCheckError,
+    NonFiniteStateError,
+    PreemptedError,
+    StorageError,
+)
 from layercheck.exchange import Exchange
+from layercheck.last_save import everything, save_before_end
 from layercheck.manifest import (
     AttemptGrant,
     EventId,
-    LayerWrite,
     PersistDecision,
     Receipt,
     ResumePoint,
@@ -35,11 +41,11 @@ from layercheck.recovery.restore import in_words, restore
 from layercheck.step_report import StepReport
 from layercheck.tracking.drift import DriftMeter
 from layercheck.tracking.policy import decide
+from layercheck.tracking.preemption import last_parts
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
 CLOSE_S = 60.0
-LATER_STEPS = 20
 RngPolicy = Literal["keyed", "captured"]
 T = TypeVar("T")
 
@@ -192,6 +198,7 @@ class Session:
             FencedError: a newer attempt has taken over; return from training without being retried.
             NonFiniteStateError: the state is poisoned; nothing of it was committed.
             AgeBoundError: a layer is `s_max` steps old and the storage did not commit in time.
+            PreemptedError: a report said `preempted`, and the loop went on.
         """
         opened = self._need_open()
         if self._zero3.step == opened.step:
@@ -200,17 +207,23 @@ class Session:
             raise LayerCheckError(
                 f"after_step(step={step}): engine.global_steps is {self._zero3.step}; pass that"
             )
+        if opened.preempted:
+            raise PreemptedError(f"step {step}: end the loop where a StepReport says `preempted`", step=step)
         started = time.monotonic()
         opened.step, opened.step_s = step, started - opened.ended
         state: TrainerState = {**(trainer_state or {}), "step": step, **self._zero3.global_state()}
         opened.state = state
         self._exchange(lambda: self._ranks.step(opened, step, state))
-        decision = decide(opened.ledger.facts(step, opened.ledger.lr), self._config)
-        tracked = time.monotonic()
-        nbytes = self._save(opened, decision, state)
-        self._announce(opened)
-        if decision.must_wait:
-            self._wait_for_commits(opened, state)
+        if opened.told_grace_s:
+            tracked = time.monotonic()
+            decision, nbytes = self._last_save(opened, state)
+        else:
+            decision = decide(opened.ledger.facts(step, opened.ledger.lr), self._config)
+            tracked = time.monotonic()
+            nbytes = self._save(opened, decision, state)
+            self._announce(opened)
+            if decision.must_wait:
+                self._wait_for_commits(opened, state)
         stall_s = time.monotonic() - tracked + opened.taker.take_stall_s()
         result = StepReport(
             step=step,
@@ -221,12 +234,13 @@ class Session:
             max_age=opened.ledger.max_age(step),
             weighted_age=opened.ledger.weighted_age(step),
             still_layers=opened.ledger.still.layers,
+            preempted=opened.preempted,
             alerts=opened.take_alerts(),
         )
         if opened.run_log is not None:
             opened.run_log.step(result, state, decision, opened.ledger)
             opened.note(result)
-        self._complete_receipt(opened, step, state)
+        opened.complete_receipt(step, state)
         opened.stall_s, opened.ended = result.stall_s, time.monotonic()
         return result
 
@@ -254,8 +268,9 @@ class Session:
         event = EventId(step=decision.step, attempt=opened.number, part=part)
         try:
             rng = random_state.capture() if self._rng == "captured" else None
+            wait_s = opened.limited_s(self._config.storage_wait_s)
             submit = partial(opened.writer.submit, pending=self.meter.newest_pending)
-            snapshot = opened.taker.take(event, decision, state, submit, rng)
+            snapshot = opened.taker.take(event, decision, state, submit, rng, wait_s)
         except StorageError as error:
             # The writer reports this event as lost; its drift comes back by the notice (I9).
             opened.alert(f"event {event.folder} is lost: {error}")
@@ -284,27 +299,38 @@ class Session:
             if self._config.on_bound == "continue" and step > 0:
                 opened.alert(f"the age bound s_max={self._config.s_max} is broken at step {step}")
                 return
-            if not opened.ledger.versions.in_flight or self._ranks.poll(opened, step, deadline).errors:
+            report = self._ranks.poll(opened, step, deadline) if opened.ledger.versions.in_flight else None
+            if report is not None and report.grace_s and step > 0:
+                self._last_save(opened, state)
+                return
+            if report is None or report.errors:
                 raise AgeBoundError(
                     f"step {step}: a layer is s_max={self._config.s_max} steps old and nothing newer was "
                     f"committed within storage_wait_s={self._config.storage_wait_s:g}, or its save was lost",
                     step=step,
                 )
 
-    def _complete_receipt(self, opened: Attempt, step: int, state: TrainerState) -> None:
-        receipt = opened.receipt
-        if receipt is None or opened.link is None:
-            return
-        if receipt.first_step_s is None:
-            update: dict[str, Any] = {"first_step_s": time.monotonic() - opened.since}
-        elif step == receipt.resume_step + LATER_STEPS - 1 and state.get("loss") is not None:
-            update = {"loss_20_steps_later": float(state["loss"])}
-        else:
-            return
-        opened.receipt = receipt.model_copy(update=update)
-        opened.link.note_receipt(opened.receipt)
+    # ------------------------------------------------------------------ last save, save now, close
 
-    # ------------------------------------------------------------------ save now, close
+    def preempt(self, grace_s: float | None = None) -> None:
+        """Says that this rank will be ended in `grace_s` (default `preemption_grace_s`) seconds.
+
+        No collective: one rank may call it alone, from any thread. At their next `after_step` all ranks save
+        what moved, and report `preempted`.
+        """
+        seconds = self._config.preemption_grace_s if grace_s is None else grace_s
+        self._need_open().ends_at = time.monotonic() + seconds
+
+    def _last_save(self, opened: Attempt, state: TrainerState) -> tuple[PersistDecision, int]:
+        self._settle(opened)
+        self._announce(opened)  # first: if the time is short, at least the step is known
+        return save_before_end(
+            opened,
+            last_parts(opened.ledger.facts(opened.step, opened.ledger.lr), self._config),
+            opened.told_grace_s,
+            save=lambda part, number: self._save(opened, part, state, number),
+            poll=lambda deadline: self._ranks.poll(opened, opened.step, deadline),
+        )
 
     def save_now(self, trainer_state: TrainerState | None = None) -> None:
         """Takes a full event of the current step and waits until it is committed (I10).
@@ -316,22 +342,14 @@ class Session:
         self._settle(opened)
         step = opened.step
         state: TrainerState = {**(trainer_state or opened.state), "step": step, **self._zero3.global_state()}
-        drift, ages = opened.ledger.drift, opened.ledger.ages(step)
-        decision = PersistDecision(
-            step=step,
-            writes=tuple(
-                LayerWrite(name, "full", drift.get(name, 0.0), 0.0, ages.get(name, 0))
-                for name in opened.ledger.full_set
-            ),
-        )
-        opened.part += 1
-        self._save(opened, decision, state, part=opened.part)
+        part = opened.next_part()
+        self._save(opened, everything(opened.ledger, step), state, part)
         opened.complete = state
         self._announce(opened)
         deadline = time.monotonic() + self._config.storage_wait_s
         while True:
             report = self._ranks.poll(opened, step, deadline)
-            if (report.committed_step, report.committed_part) >= (step, opened.part):
+            if (report.committed_step, report.committed_part) >= (step, part):
                 opened.ledger.saved_now(step)
                 self.meter.take(step, opened.ledger.full_set)
                 self.meter.settle((step,), ())
@@ -345,7 +363,7 @@ class Session:
         """Waits for the writer and ends the attempt. Safe to call twice, and after any error.
 
         Args:
-            how: `completed`, `failed` or `fenced`.
+            how: `completed` (`preempted` if it was), `failed` or `fenced`.
             reason: for people, if it did not complete.
 
         Raises:
@@ -357,22 +375,18 @@ class Session:
         opened, self._open = self._open, None
         if opened is None:
             return
-        if not opened.writer.close(CLOSE_S):
-            log.error("%d bytes were not durable %g s after the end", opened.writer.backlog_bytes, CLOSE_S)
+        opened.signals.restore()
+        how = "preempted" if opened.preempted and how == "completed" else how
+        limit_s = opened.limited_s(CLOSE_S)
+        if not opened.writer.close(limit_s):
+            log.error("%d bytes were not durable %g s after the end", opened.writer.backlog_bytes, limit_s)
         opened.taker.close()
         if opened.run_log is not None:
             opened.run_log.close()
         if opened.link is not None:
-            opened.link.close(CLOSE_S)
-            self._end_attempt(opened, how, reason)
+            opened.link.close(limit_s)
+            opened.say_ended(self._coordinator, how, reason)
         self._close_own_coordinator()
-
-    def _end_attempt(self, opened: Attempt, how: str, reason: str) -> None:
-        try:
-            self._coordinator.end_attempt(opened.number, how, reason)
-        except LayerCheckError as error:
-            # The store says less of how this attempt ended; nothing that was saved depends on it.
-            log.error("the end of attempt %d could not be noted: %s", opened.number, error)
 
     def _close_own_coordinator(self) -> None:
         if isinstance(self._coordinator, RankZeroClient):

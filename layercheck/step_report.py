@@ -12,6 +12,8 @@ class StepReport:
             later, when it is known without asking for it.
         tracking_s: seconds of `after_step` without the save.
         still_layers: trainable layers whose measured movement has been zero for a whole rotation: an alarm.
+        preempted: the end of this run was announced and the last save is over: end the loop, close the
+            session. Another step would raise.
         alerts: what a person should know since the last step; the coordinator's come on rank 0.
     """
 
@@ -23,4 +25,5 @@ class StepReport:
     max_age: int = 0
     weighted_age: float = 0.0
     still_layers: tuple[str, ...] = ()
+    preempted: bool = False
     alerts: tuple[str, ...] = ()

@@ -11,12 +11,14 @@ from layercheck.persistence.storage import LocalStorage
 
 
 class Clock:
-    """A monotonic clock that moves only when told; `sleep` moves it."""
+    """A monotonic clock that moves when told, by `sleep`, and by `costs` seconds at each look."""
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self.costs = 0.0
 
     def __call__(self) -> float:
+        self.now += self.costs
         return self.now
 
     def sleep(self, seconds: float) -> None:

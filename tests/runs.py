@@ -39,7 +39,7 @@ def config(**settings: Any) -> LayerCheckConfig:
 
 
 def run_record(settings: LayerCheckConfig | None = None, frozen: tuple[str, ...] = ()) -> RunRecord:
-    checkpoint = (settings or config()).model_dump()
+    checkpoint = (settings or config()).model_dump(mode="json")
     return RunRecord(
         run_id="id",
         name="r1",

@@ -22,6 +22,7 @@ MAY_IMPORT = {
 }
 PURE = {
     "layercheck.config",
+    "layercheck.end_signals",
     "layercheck.errors",
     "layercheck.groups",
     "layercheck.layers",
@@ -40,6 +41,7 @@ PURE = {
     "layercheck.tracking.calibrate",
     "layercheck.tracking.ledger",
     "layercheck.tracking.policy",
+    "layercheck.tracking.preemption",
     "layercheck.tracking.still",
     "layercheck.tracking.versions",
 }

@@ -18,5 +18,8 @@ class NoSession:
     def save_now(self, trainer_state: TrainerState | None = None) -> None:
         """Nothing is written."""
 
+    def preempt(self, grace_s: float | None = None) -> None:
+        """Nothing can be saved before the end."""
+
     def close(self, how: str = "completed") -> None:
         """Nothing is open."""

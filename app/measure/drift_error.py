@@ -12,7 +12,8 @@ from app.order import Order
 from app.schedule import lr_at
 from app.step import Job, one_step
 from layercheck.config import DriftConfig
-from layercheck.tracking.drift import DriftMeter, RankNotices
+from layercheck.tracking.drift import DriftMeter
+from layercheck.tracking.notices import RankNotices
 from layercheck.zero3 import Zero3Engine
 
 _FIRST_STEP = 20

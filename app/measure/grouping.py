@@ -13,7 +13,8 @@ import torch.distributed as dist
 from app.config import parse
 from app.model import build_engine, init_distributed
 from layercheck.config import DriftConfig
-from layercheck.tracking.drift import DriftMeter, RankNotices
+from layercheck.tracking.drift import DriftMeter
+from layercheck.tracking.notices import RankNotices
 from layercheck.zero3 import Zero3Engine
 
 _STEPS = 30

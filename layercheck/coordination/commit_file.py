@@ -7,7 +7,8 @@ bytes that do not carry their own digest are no commit.
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import pyarrow as pa
@@ -50,21 +51,29 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
-def encode(commit: Commit) -> bytes:
-    """The whole file."""
-    meaning = _meaning(commit)
-    metadata = {key: canonical(meaning[key]) for key in ("trainer_state", "lineage", "event")}
-    metadata |= {
-        "format": canonical(FORMAT_VERSION),
-        "digest": xxh3_128_hexdigest(canonical(meaning)).encode(),
-    }
-    return _parquet(pa.Table.from_pylist(_rows(commit.records), SCHEMA), metadata)
+def text_of(rows: Sequence[ShardRecord]) -> bytes:
+    """The canonical text of some rows, as it stands inside that of a whole commit."""
+    return canonical([row.__dict__ for row in rows])[1:-1]
+
+
+def encode(commit: Commit, texts: Iterable[bytes] | None = None) -> bytes:
+    """The whole file.
+
+    Args:
+        commit: what it says.
+        texts: `text_of` the rows, in their order, any number at a time: whoever made them while they came in
+            has a large event committed sooner.
+    """
+    metadata = _texts_beside_rows(commit)
+    digest = _digest(metadata, [text_of(commit.records)] if texts is None else texts)
+    metadata |= {"format": canonical(FORMAT_VERSION), "digest": digest.encode()}
+    return _parquet(_table(commit.records, SCHEMA), metadata)
 
 
 def encode_history(records: Sequence[ShardRecord]) -> bytes:
     """Rows of past commits, for `history/*.parquet`."""
     schema = SCHEMA.append(pa.field("part", pa.int32()))
-    return _parquet(pa.Table.from_pylist(_rows(records), schema), {})
+    return _parquet(_table(records, schema), {})
 
 
 def decode_history(data: bytes) -> tuple[ShardRecord, ...]:
@@ -75,6 +84,18 @@ def decode_history(data: bytes) -> tuple[ShardRecord, ...]:
     """
     rows = pq.read_table(pa.BufferReader(data)).to_pylist()
     return tuple(_record(row, row.pop("part")) for row in rows)
+
+
+def merge_history(parts: Sequence[bytes]) -> tuple[bytes, list[bool]]:
+    """One part with the rows of all; the second value says which of them could be read."""
+    tables: list[pa.Table | None] = []
+    for data in parts:
+        try:
+            tables.append(pq.read_table(pa.BufferReader(data)))
+        except (pa.ArrowException, ValueError, OSError):
+            tables.append(None)
+    readable = [table for table in tables if table is not None]
+    return _parquet(pa.concat_tables(readable), {}), [table is not None for table in tables]
 
 
 def decode(data: bytes, event: EventId) -> Commit:
@@ -95,7 +116,7 @@ def decode(data: bytes, event: EventId) -> Commit:
         RecursionError,
     ) as error:
         raise DamagedCommitError(f"not readable: {type(error).__name__}: {error}") from error
-    if digest != xxh3_128_hexdigest(canonical(_meaning(commit))):
+    if digest != _digest(_texts_beside_rows(commit), [text_of(commit.records)]):
         raise DamagedCommitError("its digest does not match its content")
     if commit.event != event:
         raise DamagedCommitError(f"it belongs to {commit.event.folder}")
@@ -130,12 +151,24 @@ def _record(row: dict[str, Any], part: int) -> ShardRecord:
     return record
 
 
-def _meaning(commit: Commit) -> dict[str, Any]:
-    return commit.model_dump()  # mode="json" would turn an infinity in the trainer state into null
+def _texts_beside_rows(commit: Commit) -> dict[str, bytes]:
+    """JSON mode of `model_dump` would turn an infinity in the trainer state into null."""
+    return {key: canonical(value) for key, value in commit.model_dump(exclude={"records"}).items()}
 
 
-def _rows(records: Sequence[ShardRecord]) -> list[dict[str, Any]]:
-    return [record.model_dump() | {"nbytes": record.nbytes} for record in records]
+def _digest(beside: dict[str, bytes], texts: Iterable[bytes]) -> str:
+    """Of the canonical text of the whole commit, put together from the texts of its parts."""
+    parts = beside | {"records": b"[" + b",".join(texts) + b"]"}
+    members = [b'"' + key.encode() + b'":' + parts[key] for key in sorted(parts)]
+    return xxh3_128_hexdigest(b"{" + b",".join(members) + b"}")
+
+
+def _table(records: Sequence[ShardRecord], schema: pa.Schema) -> pa.Table:
+    """Column by column: a dict for every row takes ten times as long."""
+    stored = [name for name in schema.names if name != "nbytes"]
+    columns = dict(zip(stored, zip(*map(attrgetter(*stored), records), strict=True), strict=True))
+    columns["nbytes"] = tuple(record.nbytes for record in records)
+    return pa.Table.from_arrays([pa.array(columns[f.name], f.type) for f in schema], schema=schema)
 
 
 def _parquet(table: pa.Table, metadata: dict[str, bytes]) -> bytes:

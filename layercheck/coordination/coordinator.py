@@ -154,6 +154,8 @@ class Coordinator:
                 self._collector.freeze()
                 if self._in_probation():
                     self._guarded("blacklist", lambda: journal.blacklist_plan(self._storage, attempt, reason))
+            while self._collector.is_owed and not self._in_probation() and not self._fenced:
+                self._guarded("collect", self._collect)  # whoever completes a run has no successor to do it
             self._guarded("journal", lambda: self._heart.end(how, reason))
 
     def note_receipt(self, attempt: int, receipt: dict[str, Any]) -> None:
@@ -175,7 +177,8 @@ class Coordinator:
         with self._lock:
             if not self._is_current(event.attempt) or self._fenced:
                 return
-            if any(row.event != event or row.rank != rank for row in records):
+            own = (event.step, event.attempt, event.part, rank)
+            if any((row.step, row.attempt, row.part, row.rank) != own for row in records):
                 raise ValueError(f"rows of another event or rank in {event.folder}, rank {rank}")
             self._book.add(event, rank, records, trainer_state, self._clock())
             self.tick()
@@ -219,8 +222,8 @@ class Coordinator:
             if beat is not None:
                 facts = replace(facts, progress=facts.progress | {beat.attempt: beat})
             return summarize(facts) | {
-                "num_commits": len(self._book.committed),
-                "num_lost": len(self._book.lost),
+                "num_commits": self._book.num_committed,
+                "num_lost": self._book.num_lost,
                 "open_events": len(self._book.open),
                 "alerts": list(self._alerts.recent),
                 "committed_bytes": sum(row.nbytes for c in facts.commits for row in c.records),
@@ -238,7 +241,7 @@ class Coordinator:
             committed = False
             while not self._fenced and (entry := self._book.next_complete(self._clock())):
                 committed |= self._commit(entry)
-            if committed and not self._fenced and not self._in_probation():
+            if self._collector.is_due(committed) and not self._fenced and not self._in_probation():
                 self._guarded("collect", self._collect)
 
     def close(self) -> None:
@@ -334,7 +337,7 @@ class Coordinator:
         try:
             if not self._still_ours():
                 return False
-            journal.write_commit(self._storage, commit)
+            journal.write_commit(self._storage, commit, entry.row_texts)
         except StorageError as error:
             self._commit_failed(entry, error)
             return False
@@ -360,8 +363,7 @@ class Coordinator:
         """
         assert self._record is not None
         selected = (trainer_state.get("layercheck") or {}).get("selected", {})
-        for step in sorted({step for step in selected.values() if step > self._record.r_b}):
-            self._book.expect(EventId(step=step, attempt=self._record.attempt), self._clock())
+        self._book.expect((step for step in selected.values() if step > self._record.r_b), self._clock())
 
     # ------------------------------------------------------------ the rest
 

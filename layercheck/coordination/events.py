@@ -8,11 +8,16 @@ all earlier ones are committed or lost, so one step number says what a successor
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
+from layercheck.coordination.commit_file import text_of
 from layercheck.manifest import EventId, ShardRecord, TrainerState
 
 Order = tuple[int, int]
 """(step, part)."""
+REMEMBERED = 4096
+"""Final events that are kept in memory, of each kind. A run commits events for weeks; nobody retries a call
+about one that so many others have followed."""
 
 
 @dataclass(slots=True)
@@ -22,6 +27,8 @@ class OpenEvent:
     event: EventId
     since: float
     shards: dict[int, tuple[ShardRecord, ...]] = field(default_factory=dict)
+    texts: dict[int, bytes] = field(default_factory=dict)
+    """The canonical text of each rank's rows, made as they come: the commit then has less to do."""
     trainer_state: TrainerState = field(default_factory=dict)
     failures: int = 0
     not_before: float = 0.0
@@ -31,33 +38,46 @@ class OpenEvent:
         """All rows, in rank order."""
         return tuple(row for rank in sorted(self.shards) for row in self.shards[rank])
 
+    @property
+    def row_texts(self) -> list[bytes]:
+        """The texts of the same rows."""
+        return [self.texts[rank] for rank in sorted(self.texts)]
+
 
 class EventBook:
-    """Which events of an attempt are open, committed, lost."""
+    """Which events of an attempt are open, committed, lost. Of the final ones the newest are remembered.
+
+    Attributes:
+        newest_committed: of this attempt, (-1, 0) for none.
+        num_committed, num_lost: counts, forgotten ones included.
+        lost: the reason of each lost event, oldest first.
+    """
 
     def __init__(self, attempt: int, world_size: int, committed: Iterable[EventId] = ()) -> None:
         self.attempt = attempt
         self.world_size = world_size
-        self.committed = set(committed)
         self.open: dict[EventId, OpenEvent] = {}
         self.lost: dict[EventId, str] = {}
+        self.num_committed = self.num_lost = 0
+        self.newest_committed: Order = (-1, 0)
+        self._committed: dict[EventId, None] = {}
+        self._forgotten: Order = (-1, 0)
         self._spoke: dict[int, Order] = {}
-
-    @property
-    def newest_committed(self) -> Order:
-        """Of this attempt, (-1, 0) for none."""
-        return max(map(_order, self.committed), default=(-1, 0))
+        for event in sorted(committed, key=_order):
+            self._remember(event)
 
     @property
     def lost_steps(self) -> tuple[int, ...]:
-        """Steps of all lost events, ascending."""
+        """Steps of the lost events, ascending."""
         return tuple(sorted({event.step for event in self.lost}))
 
-    def expect(self, event: EventId, now: float) -> None:
-        """A heartbeat named an event of this step. If no part of it was heard of, its timeout runs now."""
-        known = (*self.open, *self.lost, *self.committed)
-        if all(other.step != event.step for other in known) and not self._is_final(event):
-            self.open[event] = OpenEvent(event, now)
+    def expect(self, steps: Iterable[int], now: float) -> None:
+        """A heartbeat named these steps. Where no part of an event was heard of, its timeout runs now."""
+        known = {event.step for events in (self.open, self.lost, self._committed) for event in events}
+        for step in sorted(set(steps) - known):
+            event = EventId(step=step, attempt=self.attempt)
+            if not self._is_final(event):
+                self.open[event] = OpenEvent(event, now)
 
     def add(
         self, event: EventId, rank: int, rows: tuple[ShardRecord, ...], state: TrainerState, now: float
@@ -66,7 +86,7 @@ class EventBook:
         if self._is_final(event):
             return
         entry = self.open.setdefault(event, OpenEvent(event, now))
-        entry.shards[rank] = rows
+        entry.shards[rank], entry.texts[rank] = rows, text_of(rows)
         if rank == 0 or not entry.trainer_state:
             entry.trainer_state = deepcopy(state)  # the caller may go on changing its own
         self._heard(rank, event)
@@ -82,17 +102,21 @@ class EventBook:
     def lose(self, event: EventId, reason: str) -> None:
         """Final: it can never commit."""
         self.open.pop(event, None)
+        self.num_lost += event not in self.lost
         self.lost[event] = reason
+        _shorten(self.lost)
 
     def commit(self, event: EventId) -> None:
         """Final: its commit is durable."""
         del self.open[event]
-        self.committed.add(event)
+        self._remember(event)
 
     def expire(self, now: float, timeout_s: float) -> list[EventId]:
         """Declares incomplete events lost that waited too long."""
         late = [
-            entry for entry in self.open.values() if self._missing(entry) and now - entry.since >= timeout_s
+            entry
+            for entry in self.open.values()
+            if now - entry.since >= timeout_s and not self._is_complete(entry)
         ]
         for entry in late:
             ranks = ", ".join(map(str, sorted(self._missing(entry))[:8]))
@@ -104,18 +128,28 @@ class EventBook:
         if not self.open:
             return None
         entry = self.open[min(self.open, key=_order)]
-        return None if self._missing(entry) or now < entry.not_before else entry
+        return entry if self._is_complete(entry) and now >= entry.not_before else None
+
+    def _is_complete(self, entry: OpenEvent) -> bool:
+        return len(entry.shards) == self.world_size
 
     def _missing(self, entry: OpenEvent) -> set[int]:
         return set(range(self.world_size)) - set(entry.shards)
 
     def _is_final(self, event: EventId) -> bool:
-        if event in self.lost or event in self.committed:
-            return True
-        if _order(event) <= self.newest_committed:
+        order = _order(event)
+        if order > self.newest_committed:
+            return event in self.lost
+        if order > self._forgotten and event not in self._committed and event not in self.lost:
             self.lose(event, "later events are committed")  # committing it now would break the order
-            return True
-        return False
+        return True
+
+    def _remember(self, event: EventId) -> None:
+        self.num_committed += 1
+        self.newest_committed = _order(event)  # events leave in order
+        self._committed[event] = None
+        if (forgotten := _shorten(self._committed)) is not None:
+            self._forgotten = _order(forgotten)
 
     def _heard(self, rank: int, event: EventId) -> None:
         """A rank speaks of its events in step order: what it left out before this one will not come.
@@ -123,20 +157,34 @@ class EventBook:
         Matters after a restart of the coordinator, which forgets half-recorded events: without this rule each
         would hold up all later ones until its timeout.
         """
-        self._spoke[rank] = max(self._spoke.get(rank, (-1, 0)), _order(event))
-        for entry in list(self.open.values()):
-            if rank not in entry.shards and _order(entry.event) < self._spoke[rank]:
-                self.lose(entry.event, f"rank {rank} went on to step {self._spoke[rank][0]} without it")
+        spoke = self._spoke[rank] = max(self._spoke.get(rank, (-1, 0)), _order(event))
+        left_out = [
+            entry.event
+            for entry in self.open.values()
+            if rank not in entry.shards and _order(entry.event) < spoke
+        ]
+        for other in left_out:
+            self.lose(other, f"rank {rank} went on to step {spoke[0]} without it")
 
 
 def _order(event: EventId) -> Order:
     return event.step, event.part
 
 
+def _shorten(events: dict[EventId, Any]) -> EventId | None:
+    """Forgets the oldest entry if there are too many; returns it."""
+    if len(events) <= REMEMBERED:
+        return None
+    oldest = next(iter(events))
+    del events[oldest]
+    return oldest
+
+
 def _disagreement(entry: OpenEvent) -> str | None:
     """Why a complete event must not commit: ranks that chose different layers broke I3."""
-    chosen = {rank: sorted(row.layer for row in rows) for rank, rows in entry.shards.items()}
-    if not chosen[0]:
+    first = sorted(row.layer for row in entry.shards[0])
+    if not first:
         return "it holds no layer"
-    differing = [rank for rank, layers in chosen.items() if layers != chosen[0]]
-    return f"ranks 0 and {differing[0]} saved different layers" if differing else None
+    differing = (rank for rank, rows in entry.shards.items() if sorted(row.layer for row in rows) != first)
+    rank = next(differing, None)
+    return None if rank is None else f"ranks 0 and {rank} saved different layers"

@@ -101,18 +101,16 @@ class StoreFacts:
 
 
 def versions_of(commit: Commit) -> Iterator[Version]:
-    """The complete versions of one commit."""
-    for layer in commit.by_layer:
-        if (version := version_in(commit, layer)) is not None:
-            yield version
+    """The complete versions of one commit: rows of all ranks 0 to world_size - 1 are there."""
+    for layer in commit.whole_layers:
+        yield Version(layer, commit.event, commit.by_layer[layer])
 
 
 def version_in(commit: Commit, layer: str) -> Version | None:
-    """The version of a layer in one commit, if rows of all ranks 0 to world_size - 1 are there."""
-    shards = commit.by_layer.get(layer, ())
-    if not shards or [shard.rank for shard in shards] != list(range(shards[0].world_size)):
+    """The version of a layer in one commit, None if it has none that is complete."""
+    if layer not in commit.whole_layers:
         return None
-    return Version(layer, commit.event, shards)
+    return Version(layer, commit.event, commit.by_layer[layer])
 
 
 def by_layer(commits: Iterable[Commit], layer_map: LayerMap) -> dict[str, list[Version]]:

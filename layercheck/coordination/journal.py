@@ -7,10 +7,9 @@ digest counts as absent and is announced. Only `progress` and `receipt` are ever
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
-import pyarrow as pa
 from pydantic import BaseModel
 from xxhash import xxh3_128_hexdigest
 
@@ -27,7 +26,6 @@ from layercheck.manifest import (
     LineageLink,
     Progress,
     RunRecord,
-    ShardRecord,
     TrainerState,
 )
 from layercheck.persistence.damage import is_damage
@@ -187,7 +185,7 @@ def read_receipt(storage: Storage, attempt: int) -> dict[str, Any] | None:
         return None
 
 
-# ---------------------------------------------------------------- blacklist and history
+# ---------------------------------------------------------------- blacklist
 
 
 def blacklist_shard(storage: Storage, bad: BadShard) -> None:
@@ -212,25 +210,6 @@ def _read_blacklist(storage: Storage, notes: list[str]) -> tuple[tuple[BadShard,
     return tuple(shards), frozenset(plans)
 
 
-def append_history(storage: Storage, attempt: int, records: Sequence[ShardRecord]) -> None:
-    """Keeps rows of commits that are about to be deleted, as one more part."""
-    prefix = f"attempt-{attempt:03d}-"
-    parts = [name for name in storage.list("history") if name.startswith(prefix)]
-    number = max((int(name[len(prefix) : -len(".parquet")]) for name in parts), default=-1) + 1
-    storage.write(f"history/{prefix}{number:05d}.parquet", [commit_file.encode_history(records)])
-
-
-def read_history(storage: Storage) -> list[ShardRecord]:
-    """The rows of all commits that were deleted; a part that cannot be read is left out with a warning."""
-    rows: list[ShardRecord] = []
-    for name in storage.list("history"):
-        try:
-            rows += commit_file.decode_history(storage.read(f"history/{name}"))
-        except (pa.ArrowException, ValueError) as error:
-            log.warning("history/%s cannot be read: %s", name, error)
-    return rows
-
-
 # ---------------------------------------------------------------- commits and the whole store
 
 
@@ -240,9 +219,12 @@ def event_folders(storage: Storage) -> list[EventId]:
     return sorted((e for e in found if e is not None), key=lambda e: (e.step, e.attempt, e.part))
 
 
-def write_commit(storage: Storage, commit: Commit) -> None:
-    """The one write that makes an event exist. All its shards are durable before (I2)."""
-    storage.write(commit.event.commit_file, [commit_file.encode(commit)])
+def write_commit(storage: Storage, commit: Commit, texts: Iterable[bytes] | None = None) -> None:
+    """The one write that makes an event exist. All its shards are durable before (I2).
+
+    `texts`: see `commit_file.encode`.
+    """
+    storage.write(commit.event.commit_file, [commit_file.encode(commit, texts)])
 
 
 def load_commits(storage: Storage) -> tuple[list[Commit], list[EventId], list[str]]:

@@ -71,7 +71,7 @@ class CoordinatorClient(Protocol):
         ...
 
     def end_attempt(self, attempt: int, how: str, reason: str = "") -> None:
-        """The attempt ended: `completed`, `failed` (collection is frozen) or `fenced`."""
+        """The attempt ended: `completed`, `failed`, `fenced` or `preempted`."""
         ...
 
     def status(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class LayerCheckCallback(TrainerCallback):
         self._session: Session | None = None
         self._losses: list[Tensor] = []
         self._restore_at: str | None = None
-        self._steps_run = 0
+        self._steps_run, self._preempted = 0, False
         self._keeps_scheduler = True
         self.point: ResumePoint | None = None
 
@@ -85,7 +85,7 @@ class LayerCheckCallback(TrainerCallback):
             arguments.setdefault("run_info", {"tokenizer_files": tokenizer_files(tokenizer)})
         self._session = attach(engine, **arguments)
         self.point = self._session.resume()
-        self._steps_run = 0
+        self._steps_run, self._preempted = 0, False
         # A scheduler that DeepSpeed steps is part of the engine's state and is saved with that.
         self._keeps_scheduler = engine.lr_scheduler is None
         saved = self.point.trainer_state.get("hf_scheduler")
@@ -128,13 +128,14 @@ class LayerCheckCallback(TrainerCallback):
             ours["loss"] = float(sum(self._losses))
         self._losses = []
         self._steps_run += 1
-        self.session.after_step(state.global_step, ours)
+        if self.session.after_step(state.global_step, ours).preempted:
+            self._preempted = control.should_training_stop = True
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """The store keeps the very last state, then the session is closed."""
-        if self._steps_run:
+        if self._steps_run and not self._preempted:
             self.session.save_now()
         self.close()
 

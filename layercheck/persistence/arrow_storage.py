@@ -130,6 +130,9 @@ class ArrowStorage:
             )
         view[:] = data
 
+    def expect(self, path: str, begin: int, end: int) -> None:
+        """See `Storage.expect`: object stores take no hints."""
+
     def size(self, path: str) -> int | None:
         """See `Storage.size`."""
         with self._errors("read", path):

@@ -78,7 +78,8 @@ class StagingPool:
         with self._changed:
             if not self._changed.wait_for(lambda: self._free, timeout_s):
                 raise StorageError(
-                    f"no staging memory became free in storage_wait_s={timeout_s:g}: the storage is too slow"
+                    f"no staging memory became free in {timeout_s:g} s (storage_wait_s, or what is left of a "
+                    "preemption's grace): the storage is too slow"
                 )
             return self._free.pop()
 
@@ -192,10 +193,11 @@ class SnapshotTaker:
         trainer_state: TrainerState,
         submit: Callable[[Snapshot], None],
         rng: RngState | None = None,
+        wait_s: float | None = None,
     ) -> Snapshot:
         """Copies the chosen layers; at return the optimizer may step.
 
-        `rng` rides in the file's header.
+        `rng` rides in the file's header. `wait_s` limits the wait for staging memory in place of the usual.
 
         Raises:
             StorageError: no staging memory became free in time; the event is then lost, training may go on.
@@ -209,7 +211,7 @@ class SnapshotTaker:
         complete = False
         try:
             with self._copier.copying():
-                self._fill(stream, sources)
+                self._fill(stream, sources, self._wait_s if wait_s is None else wait_s)
             complete = True
         finally:
             stream.finish(complete)
@@ -248,15 +250,15 @@ class SnapshotTaker:
         )
         return layout(tensors, slices, about), sources
 
-    def _fill(self, stream: BlockStream, sources: list[Tensor]) -> None:
-        block, used = self._pool.take(self._wait_s), 0
+    def _fill(self, stream: BlockStream, sources: list[Tensor], wait_s: float) -> None:
+        block, used = self._pool.take(wait_s), 0
         size = self._pool.block_bytes
         for source in sources:
             raw, done = source.view(torch.uint8), 0
             while done < raw.numel():
                 if used == size:
                     stream.append(block, used, self._copier.mark())
-                    block, used = self._pool.take(self._wait_s), 0
+                    block, used = self._pool.take(wait_s), 0
                 count = min(size - used, raw.numel() - done)
                 self._copier.copy(block.tensor[used : used + count], raw[done : done + count])
                 used, done = used + count, done + count

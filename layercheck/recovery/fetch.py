@@ -93,6 +93,12 @@ class Fetcher:
         except _BadShardError as error:
             return error.shard
 
+    def expect(self, plan: LayerPlan, wanted: Sequence[Wanted]) -> None:
+        """This layer will be fetched soon: the storage may begin to read it. Costs no memory of ours."""
+        for shard in plan.shards:
+            if _overlaps(shard, wanted):
+                self._storage.expect(shard.file, shard.begin, shard.end)
+
     def _layer(self, plan: LayerPlan, wanted: Sequence[Wanted]) -> FetchedLayer:
         slices = {want.spec.name: FetchedSlice() for want in wanted}
         missing = {want.spec.name: want.numel for want in wanted}

@@ -24,6 +24,9 @@ from layercheck.recovery.collectives import count_over_ranks, on_rank_zero
 from layercheck.recovery.fetch import Fetcher
 from layercheck.zero3 import Zero3Engine
 
+_AHEAD = 3
+"""Layers that the storage is told of, the one that is read among them."""
+
 
 def restore(
     zero3: Zero3Engine, storage: Storage, coordinator: CoordinatorClient, grant: AttemptGrant, plan_s: float
@@ -94,9 +97,17 @@ def _fetch_on_all_ranks(
 
 
 def _fetch(zero3: Zero3Engine, fetcher: Fetcher, todo: tuple[LayerPlan, ...]) -> list[BadShard]:
-    """Fetches layers into the partitions, one at a time; returns what could not be had."""
-    outcomes = [_fetch_one(zero3, fetcher, plan) for plan in todo]
-    return [bad for bad in outcomes if bad is not None]
+    """Fetches layers into the partitions, one at a time; returns what could not be had.
+
+    The storage reads the next layers while one is checked and copied.
+    """
+    bad = []
+    for position, plan in enumerate(todo):
+        for later in todo[:_AHEAD] if position == 0 else todo[position + _AHEAD - 1 : position + _AHEAD]:
+            fetcher.expect(later, zero3.slices[later.layer])
+        found = _fetch_one(zero3, fetcher, plan)
+        bad += [] if found is None else [found]
+    return bad
 
 
 def _fetch_one(zero3: Zero3Engine, fetcher: Fetcher, plan: LayerPlan) -> BadShard | None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.status import summarize
 from layercheck.errors import StorageError
-from layercheck.manifest import EventId
+from layercheck.manifest import ENDED_WELL, EventId
 from layercheck.persistence.storage import Storage
 from layercheck.report.tables import Columns, Floats, Ints, LayerWritten, read_parts, read_writes
 
@@ -207,7 +207,7 @@ def _totals(
     selective = sum(w.nbytes for w in writes if w.reason in ("drift", "age"))
     trained = max(0, steps - facts.run.config.get("checkpoint", {}).get("warmup_steps", 0))
     receipts = [attempt.receipt for attempt in attempts if attempt.receipt is not None]
-    cut_off = [attempt for attempt in attempts[:-1] if attempt.ended not in ("completed", "fenced")]
+    cut_off = [attempt for attempt in attempts[:-1] if attempt.ended not in ENDED_WELL]
     return Totals(
         steps=steps,
         steps_with_rows=len(kept),

@@ -16,53 +16,25 @@ its report is given out at the next step.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from layercheck.config import DriftConfig
-from layercheck.layers import LayerStep
 from layercheck.manifest import DriftReport
 from layercheck.tracking.displacement import References
+from layercheck.tracking.notices import NoticeSlots, RankNotices
 from layercheck.tracking.pending import PendingReport
 from layercheck.tracking.sample import SubGroupSample, norms, phase_of, rule_for
 from layercheck.zero3 import SubGroup, Zero3Engine
-
-LOST_SLOTS = 4
 
 
 def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of these values; where `device` is no CPU, without making the host wait for it."""
     pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
-
-
-@dataclass(frozen=True, slots=True)
-class RankNotices:
-    """What one rank adds to the vector of a step.
-
-    Attributes:
-        error: this rank cannot go on: its state is not finite, or its wait is over.
-        grad_norm: of the step; where it is not finite the rank has an error too. May live on a device.
-        step_s: seconds of the step itself, without what the session did in it.
-        stall_s: seconds for which training waited for saves since the last report.
-        committed_step, committed_part, lost_steps, fenced, demoted: count on rank 0 alone.
-    """
-
-    backlog: float = 0.0
-    error: bool = False
-    grad_norm: Tensor | float | None = None
-    committed_step: int = -1
-    committed_part: int = 0
-    lost_steps: tuple[int, ...] = ()
-    fenced: bool = False
-    demoted: LayerStep | None = None
-    step_s: float = 0.0
-    stall_s: float = 0.0
 
 
 class DriftMeter:
@@ -85,7 +57,8 @@ class DriftMeter:
         self._relative = config.norm.startswith("rel_")
         layers = zero3.layer_map.trainable
         self._layers = [layer.name for layer in layers]
-        self._every_layer = [layer.name for layer in zero3.layer_map.layers]
+        every = [layer.name for layer in zero3.layer_map.layers]
+        self._notice_slots = NoticeSlots(zero3.rank, zero3.world_size, every)
         self._numel = [layer.numel for layer in layers]
         self._index = {name: i for i, name in enumerate(self._layers)}
         device = zero3.sub_groups[0].flat.device
@@ -201,43 +174,20 @@ class DriftMeter:
         return tuple(self._pending.popleft().result() for _ in range(len(self._pending) - left))
 
     def _vector(self, notices: RankNotices) -> Tensor:
-        """This rank's summands: partial norms by layer, then the slots of `_tail`."""
+        """This rank's summands: partial norms by layer, then the slots of the notices."""
         device = self._zero3.collective_device
         measured = [self._sums(self._moved), self._sums(self._held)]
         if self._references is not None:
             measured += self._references.sums(self._layers).unbind()
-        tail = on_device(self._tail(notices), torch.float64, device)
+        # A skipped step has no learning rate of its own.
+        slots = on_device(
+            self._notice_slots.encode(notices, self._lr or self._held_lr), torch.float64, device
+        )
         if isinstance(notices.grad_norm, Tensor):
             is_bad = (~torch.isfinite(notices.grad_norm.detach())).to(device, torch.float64)
-            error = tail[self._zero3.world_size + self._zero3.rank]
+            error = slots[NoticeSlots.ERROR]
             torch.maximum(error, is_bad.reshape(()), out=error)
-        return torch.cat([*(part.to(device) for part in measured), tail])
-
-    def _tail(self, notices: RankNotices) -> list[float]:
-        """Backlog and error of each rank, then what rank 0 knows, then seconds as parts of their means."""
-        rank, world = self._zero3.rank, self._zero3.world_size
-        tail = [0.0] * (2 * world + 6 + LOST_SLOTS + 2)
-        tail[rank] = notices.backlog
-        norm_is_bad = isinstance(notices.grad_norm, float) and not isfinite(notices.grad_norm)
-        tail[world + rank] = float(notices.error or norm_is_bad)
-        tail[-2:] = [notices.step_s / world, notices.stall_s / world]
-        if rank == 0:
-            lost = (*notices.lost_steps[:LOST_SLOTS], *[-1] * LOST_SLOTS)[:LOST_SLOTS]
-            tail[2 * world : -2] = [
-                float(notices.fenced),
-                float(notices.committed_step),
-                float(notices.committed_part),
-                self._lr or self._held_lr,  # a skipped step has none of its own
-                *self._demotion(notices.demoted),
-                *map(float, lost),
-            ]
-        return tail
-
-    def _demotion(self, demoted: LayerStep | None) -> tuple[float, float]:
-        """(number of the layer, -1 for none; step)."""
-        if demoted is None:
-            return -1.0, 0.0
-        return float(self._every_layer.index(demoted.layer)), float(demoted.step)
+        return torch.cat([*(part.to(device) for part in measured), slots])
 
     def _sums(self, found: list[Tensor]) -> Tensor:
         """Per layer, the weighted sum of the powers of the norms that the hooks found."""
@@ -249,25 +199,13 @@ class DriftMeter:
         return sums
 
     def _report(self, step: int, values: Sequence[float]) -> DriftReport:
-        world, count = self._zero3.world_size, len(self._layers)
-        num_rows = 2 if self._references is None else 4
+        count, num_rows = len(self._layers), 2 if self._references is None else 4
         rows = [values[i * count : (i + 1) * count] for i in range(num_rows)]
-        tail = values[num_rows * count :]
-        fenced, committed, part, lr, rotten, usable, *lost_slots = tail[2 * world : -2]
-        return DriftReport(
-            step=step,
+        return self._notice_slots.decode(
+            step,
             delta=self._normalised(rows[0], rows[1]),
-            displacement=self._normalised(rows[2], rows[3]) if len(rows) > 2 else None,
-            lr=lr,
-            committed_step=int(committed),
-            committed_part=int(part),
-            lost_steps=tuple(int(slot) for slot in lost_slots if slot >= 0),
-            backlog=max(tail[:world]),
-            fenced=fenced > 0,
-            demoted=LayerStep(self._every_layer[int(rotten)], int(usable)) if rotten >= 0 else None,
-            errors=int(sum(tail[world : 2 * world])),
-            step_s=tail[-2],
-            stall_s=tail[-1],
+            displacement=self._normalised(rows[2], rows[3]) if num_rows > 2 else None,
+            slots=values[num_rows * count :],
         )
 
     def _normalised(self, moved: Sequence[float], held: Sequence[float]) -> dict[str, float]:

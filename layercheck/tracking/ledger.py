@@ -5,7 +5,7 @@ hang the next collective; so nothing but `observe` and `select` may change these
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil, inf, isfinite
 from typing import Any, Self
@@ -233,6 +233,12 @@ class Ledger:
         self.versions.commit(step)
         self._event_step = step
         self._stagger()
+
+    def saved_parts(self, parts: Iterable[PersistDecision]) -> None:
+        """Parts of a last save, outside the policy's schedule, are committed (preemption)."""
+        for part in parts:
+            self.versions.take(part.step, [write.layer for write in part.writes], full=False)
+            self.versions.commit(part.step)
 
     # ---------------------------------------------------------------------------------------------- readings
 

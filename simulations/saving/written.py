@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from app.measure.regime import CHECKPOINT
-from layercheck.coordination import journal
+from layercheck.coordination import history, journal
 from layercheck.manifest import ShardRecord
 from layercheck.persistence.storage import open_store
 
@@ -49,6 +49,6 @@ def written_in(store: str, last_step: int) -> Written:
 def _all_rows(store: str) -> list[ShardRecord]:
     storage = open_store(store)
     kept = [row for commit in journal.load_facts(storage).commits for row in commit.records]
-    gone = journal.read_history(storage)
+    gone = history.read_history(storage)
     unique = {(row.file, row.layer, row.rank): row for row in [*gone, *kept]}
     return list(unique.values())

@@ -60,6 +60,8 @@ def train(
             session.save_now()
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if reports[step].preempted:
+            break
     session.close()
     receipt = point.receipt.model_dump() if point.receipt else None
     return {"first": point.step, "losses": losses, "reports": reports, "receipt": receipt}

@@ -17,7 +17,7 @@ def _meter(zero3: Any, **settings: Any) -> Any:
 
 
 def _reduce(meter: Any, step: int) -> Any:
-    from layercheck.tracking.drift import RankNotices
+    from layercheck.tracking.notices import RankNotices
 
     return meter.reduce(step, RankNotices())
 

@@ -186,7 +186,8 @@ def _measure_late() -> dict[str, Any]:
     import torch
 
     from layercheck.config import DriftConfig
-    from layercheck.tracking.drift import DriftMeter, RankNotices
+    from layercheck.tracking.drift import DriftMeter
+    from layercheck.tracking.notices import RankNotices
     from layercheck.zero3 import Zero3Engine
 
     engine = micro.build()

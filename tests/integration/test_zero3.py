@@ -13,7 +13,8 @@ def _drift_against_exact(norm: str) -> list[tuple[float, float]]:
     import torch
 
     from layercheck.config import DriftConfig
-    from layercheck.tracking.drift import DriftMeter, RankNotices
+    from layercheck.tracking.drift import DriftMeter
+    from layercheck.tracking.notices import RankNotices
     from layercheck.zero3 import MASTER, Zero3Engine
 
     engine = micro.build()
@@ -152,7 +153,8 @@ def test_twin_flow_is_refused_by_name(tmp_path: Path) -> None:
 
 def _skipped_step() -> dict[str, float]:
     from layercheck.config import DriftConfig
-    from layercheck.tracking.drift import DriftMeter, RankNotices
+    from layercheck.tracking.drift import DriftMeter
+    from layercheck.tracking.notices import RankNotices
     from layercheck.zero3 import Zero3Engine
 
     engine = micro.build()

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from layercheck.coordination import journal
+from layercheck.coordination.commit_file import text_of
 from layercheck.errors import (
     StorageError,
     StoreMismatchError,
@@ -61,7 +62,7 @@ def test_a_complete_event_waits_for_an_earlier_one(storage: FaultyStorage) -> No
     event, rows = group.write(2, 0, LAYERS)
     group.coordinator._book._spoke.clear()
     group.coordinator._book.open[event] = type(group.coordinator._book.open[EventId(step=1, attempt=1)])(
-        event, 0.0, {0: rows}, group.state(2)
+        event, 0.0, {0: rows}, {0: text_of(rows)}, group.state(2)
     )
     group.coordinator.tick()
     assert committed(storage) == []

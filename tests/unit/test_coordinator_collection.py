@@ -7,7 +7,7 @@ from layercheck.errors import (
     RestartLoopError,
 )
 from tests.fakes import Clock, FaultyStorage
-from tests.runs import WARMUP, coordinator, plan_of, start, with_base
+from tests.runs import LAYERS, WARMUP, committed, coordinator, plan_of, start, with_base
 
 
 @pytest.fixture
@@ -134,3 +134,40 @@ def test_detection_and_rescheduling_are_timed(storage: FaultyStorage) -> None:
     clock.now += 4
     grant = group.coordinator.begin_attempt("t2", "s1", 2, "composite")
     assert (grant.detect_s, grant.reschedule_s) == (3, 4)
+
+
+def test_garbage_goes_in_small_lots_and_all_of_it_goes(
+    storage: FaultyStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layercheck.coordination.collector._FILES_AT_ONCE", 6)  # two events of two ranks
+    monkeypatch.setattr("layercheck.coordination.collector._REST", 1000)
+    clock = Clock()
+    clock.costs = 0.1
+    group = start(storage, coordinator(storage, clock))
+    for step in (0, 2, WARMUP):
+        group.save(step)
+    for step in range(WARMUP + 1, WARMUP + 9):
+        group.save(step, *LAYERS)
+    left = len(committed(storage))
+    assert left > 3, "the collector rested"
+    clock.now += 3600
+    for _ in range(6):
+        before, kept = len(committed(storage)), set(committed(storage))
+        group.coordinator.tick()
+        assert before - len(committed(storage)) <= 2
+        assert set(committed(storage)) <= kept
+    assert len(committed(storage)) == 2
+
+
+def test_a_run_that_ends_leaves_no_garbage_behind(
+    storage: FaultyStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layercheck.coordination.collector._REST", 1e6)
+    clock = Clock()
+    clock.costs = 0.1
+    group = start(storage, coordinator(storage, clock))
+    for step in (0, 2, WARMUP, *range(WARMUP + 1, WARMUP + 9)):
+        group.save(step, *LAYERS)
+    assert len(committed(storage)) > 2
+    group.coordinator.end_attempt(group.attempt, "completed")
+    assert len(committed(storage)) == 2

@@ -132,3 +132,27 @@ def test_a_restore_holds_one_layer_of_this_rank_and_one_block_beside_the_state(
     assert max(storage.reads) <= block
     assert peak <= largest + block + (256 << 10), f"{peak} bytes with {largest} in the largest layer"
     assert peak >= largest, "the measure sees the layer itself"
+
+
+def test_the_storage_is_told_of_the_next_layers_before_one_is_read(tmp_path: Path) -> None:
+    store = shelf(tmp_path, {f"layers.{i}": ((64,),) for i in range(6)})
+    plans = tuple(store.put(layer, 2, 2) for layer in store.run.layer_map.layers)
+    files = [plan.shards[1].file for plan in plans]
+    told: list[str] = []
+
+    class Listening(LocalStorage):
+        def expect(self, path: str, begin: int, end: int) -> None:
+            told.append(path)
+            super().expect(path, begin, end)
+
+        def read_into(self, path: str, begin: int, into: memoryview) -> None:
+            assert told == files[: files.index(path) + restore._AHEAD]
+            super().read_into(path, begin, into)
+
+    mine = {layer.name: wants(layer.params, 1, 2) for layer in store.run.layer_map.layers}
+    assert restore._fetch(Partitions(mine), Fetcher(Listening(str(tmp_path))), plans) == []  # type: ignore[arg-type]
+    assert told == files
+
+
+def test_a_hint_about_a_file_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    LocalStorage(str(tmp_path)).expect("events/none", 0, 10)

@@ -3,12 +3,13 @@ import math
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_128_hexdigest
 
-from layercheck.coordination import commit_file, journal
+from layercheck.coordination import commit_file, history, journal
 from layercheck.coordination.commit_file import DamagedCommitError
 from layercheck.manifest import Commit, EventId, LineageLink, Progress
 from layercheck.persistence.storage import LocalStorage
-from tests.fakes import flip_bit
+from tests.fakes import FaultyStorage, PowerCutError, flip_bit
 from tests.runs import with_base
 
 EVENT = EventId(step=6, attempt=1)
@@ -122,9 +123,54 @@ def test_unfinished_writes_are_no_records(storage: LocalStorage) -> None:
 
 def test_history_parts_do_not_overwrite_each_other(storage: LocalStorage) -> None:
     commit = a_commit(storage)  # its warm-up left one part
-    journal.append_history(storage, 1, commit.records)
-    journal.append_history(storage, 1, commit.records)
+    history.append_history(storage, 1, commit.records)
+    history.append_history(storage, 1, commit.records)
     assert storage.list("history") == [f"attempt-001-{part:05d}.parquet" for part in range(3)]
-    assert journal.read_history(storage)[-2 * len(commit.records) :] == [*commit.records] * 2
+    assert history.read_history(storage)[-2 * len(commit.records) :] == [*commit.records] * 2
     storage.write("history/attempt-001-00001.parquet", [b"PAR1 no longer"])
-    assert journal.read_history(storage)[-len(commit.records) :] == [*commit.records]
+    assert history.read_history(storage)[-len(commit.records) :] == [*commit.records]
+
+
+def test_small_history_parts_are_merged_and_no_row_is_lost_or_doubled(storage: LocalStorage) -> None:
+    rows = a_commit(storage).records
+    events = range(100, 100 + 3 * history.MERGED_AT_ONCE)
+    for step in events:
+        history.append_history(storage, 7, [row.model_copy(update={"step": step}) for row in rows])
+    own = [name for name in storage.list("history") if name.startswith("attempt-007-")]
+    assert len(own) < history.MERGED_AT_ONCE
+    found = [row.step for row in history.read_history(storage) if row.step >= 100]
+    assert found == [step for step in events for _ in rows]
+
+
+def test_a_damaged_history_part_stays_where_it_is_when_the_others_are_merged(storage: LocalStorage) -> None:
+    rows = a_commit(storage).records
+    for _ in range(history.MERGED_AT_ONCE - 1):
+        history.append_history(storage, 7, rows)
+    storage.write("history/attempt-007-00003.parquet", [b"PAR1 no longer"])
+    history.append_history(storage, 7, rows)
+    own = [name for name in storage.list("history") if name.startswith("attempt-007-")]
+    assert own == [f"attempt-007-{part:05d}.parquet" for part in (3, history.MERGED_AT_ONCE)]
+    found = [row for row in history.read_history(storage) if row.step == EVENT.step]
+    assert len(found) == (history.MERGED_AT_ONCE - 1) * len(rows)
+
+
+def test_a_crash_while_parts_are_merged_leaves_every_row(tmp_path: Path) -> None:
+    storage = FaultyStorage(str(tmp_path / "s"))
+    rows = a_commit(storage).records
+    for _ in range(history.MERGED_AT_ONCE - 1):
+        history.append_history(storage, 7, rows)
+    storage.arm("attempt-007-", crash=True, fail_after=2)  # after the new part and the merged one
+    with pytest.raises(PowerCutError):
+        history.append_history(storage, 7, rows)
+    seen = [row for row in history.read_history(storage) if row.step == EVENT.step]
+    assert len(seen) >= history.MERGED_AT_ONCE * len(rows)
+
+
+def test_the_digest_is_that_of_the_whole_record_row_by_row(storage: LocalStorage) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    commit = a_commit(storage, scale=math.inf)
+    metadata = pq.ParquetFile(pa.BufferReader(commit_file.encode(commit))).metadata.metadata
+    expected = xxh3_128_hexdigest(commit_file.canonical(commit.model_dump()))
+    assert metadata[b"digest"].decode() == expected

@@ -12,7 +12,7 @@ import pytest
 
 from layercheck.cli import main
 from layercheck.commands.store import open_both
-from layercheck.coordination import journal
+from layercheck.coordination import history
 from layercheck.persistence.storage import LocalStorage, open_run_folder
 from layercheck.report import charts
 from layercheck.report.data import MAX_COLUMNS, RunReport, gather
@@ -141,7 +141,7 @@ def test_versions_that_were_collected_still_count_and_none_counts_twice(folder: 
     before = look(folder).totals
     assert before.events == 7
     rows = [row for commit in store.facts().commits for row in commit.records]
-    journal.append_history(store.layercheck, 2, rows)  # as after a crash between history and deletion
+    history.append_history(store.layercheck, 2, rows)  # as after a crash between history and deletion
     assert look(folder).totals == before
     store.layercheck.delete("history")
     assert look(folder).totals.events == 6
