@@ -8,16 +8,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from cluster.coordinator import NAMESPACE, Factory, coordinator_name, plain_coordinator, start_coordinator
 from layercheck.config import LayerCheckConfig, parse_config
+from layercheck.coordination.protocol import AttemptGrant, HeartbeatReply
 from layercheck.errors import CoordinatorLostError, LayerCheckError
-from layercheck.manifest import (
-    AttemptGrant,
-    BadShard,
-    EventId,
-    HeartbeatReply,
-    RunRecord,
-    ShardRecord,
-    TrainerState,
-)
+from layercheck.manifest import BadShard, EventId, RunRecord, ShardRecord, TrainerState
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0

@@ -19,9 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.metrics import Metrics
 from layercheck.config import LayerCheckConfig, parse_config
-from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient
 from layercheck.errors import LayerCheckError
-from layercheck.manifest import AttemptGrant
 
 NAMESPACE = "layercheck"
 CALLS = frozenset(name for name in vars(CoordinatorClient) if not name.startswith("_")) | {"note_failure"}

@@ -11,7 +11,8 @@ from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
-from layercheck.manifest import EventId, HeartbeatReply
+from layercheck.coordination.protocol import HeartbeatReply
+from layercheck.manifest import EventId
 
 GAUGES = {
     "attempt": "Number of the attempt that trains",

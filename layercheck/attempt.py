@@ -11,11 +11,11 @@ import psutil
 
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination.link import HeartbeatLink
-from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient, HeartbeatReply
 from layercheck.end_signals import EndSignals, listen
 from layercheck.errors import LayerCheckError
 from layercheck.layers import LayerStep
-from layercheck.manifest import AttemptGrant, DriftReport, HeartbeatReply, Receipt, TrainerState
+from layercheck.manifest import DriftReport, Receipt, TrainerState
 from layercheck.overlap import Overlap
 from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
 from layercheck.persistence.storage import Storage

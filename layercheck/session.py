@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from layercheck.attempt import Attempt, start_attempt
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.in_process import RankZeroClient, in_process_client
-from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient
 from layercheck.errors import (
     AgeBoundError,
     LayerCheckError,
@@ -24,14 +24,7 @@ from layercheck.errors import (
 )
 from layercheck.exchange import Exchange
 from layercheck.last_save import everything, save_before_end
-from layercheck.manifest import (
-    AttemptGrant,
-    EventId,
-    PersistDecision,
-    Receipt,
-    ResumePoint,
-    TrainerState,
-)
+from layercheck.manifest import EventId, PersistDecision, Receipt, ResumePoint, TrainerState
 from layercheck.overlap import overlap_of
 from layercheck.persistence.shard_file import RngState
 from layercheck.persistence.storage import Storage, open_run_folder, open_storage

@@ -8,8 +8,9 @@ from xxhash import xxh3_128_hexdigest
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination import journal
 from layercheck.coordination.coordinator import Coordinator
+from layercheck.coordination.protocol import AttemptGrant
 from layercheck.layers import LayerMap, LayerSpec, ParamSpec
-from layercheck.manifest import AttemptGrant, EventId, RecoveryPlan, RunRecord, ShardRecord
+from layercheck.manifest import EventId, RecoveryPlan, RunRecord, ShardRecord
 from layercheck.persistence.storage import LocalStorage
 from tests.fakes import Clock
 

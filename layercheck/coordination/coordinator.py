@@ -21,6 +21,7 @@ from layercheck.coordination.events import EventBook, OpenEvent
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.heart import Heart
 from layercheck.coordination.plan import is_fresh
+from layercheck.coordination.protocol import AttemptGrant, HeartbeatReply
 from layercheck.coordination.scrub import Scrubber
 from layercheck.coordination.status import summarize
 from layercheck.coordination.store_check import check_run
@@ -28,12 +29,10 @@ from layercheck.coordination.takeover import refuse_if_live
 from layercheck.coordination.timer import Timer
 from layercheck.errors import ConfigError, FencedError, StorageError
 from layercheck.manifest import (
-    AttemptGrant,
     AttemptRecord,
     BadShard,
     Commit,
     EventId,
-    HeartbeatReply,
     RecoveryPlan,
     RunRecord,
     ShardRecord,

@@ -15,17 +15,9 @@ from typing import Any, NoReturn, Protocol
 from layercheck import errors
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination.coordinator import Coordinator
-from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient, HeartbeatReply
 from layercheck.errors import CoordinatorLostError, LayerCheckError
-from layercheck.manifest import (
-    AttemptGrant,
-    BadShard,
-    EventId,
-    HeartbeatReply,
-    RunRecord,
-    ShardRecord,
-    TrainerState,
-)
+from layercheck.manifest import BadShard, EventId, RunRecord, ShardRecord, TrainerState
 from layercheck.persistence.storage import Storage
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ repeated every `REPEAT_S`, so that the coordinator can tell a slow step from a d
 import logging
 import threading
 
-from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.coordination.protocol import CoordinatorClient, HeartbeatReply
 from layercheck.errors import CoordinatorLostError, FencedError, LayerCheckError
-from layercheck.manifest import HeartbeatReply, Receipt, TrainerState
+from layercheck.manifest import Receipt, TrainerState
 
 log = logging.getLogger(__name__)
 REPEAT_S = 5.0

@@ -1,16 +1,42 @@
 """The calls that a session makes to its coordinator, whoever keeps the manifest."""
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from layercheck.manifest import (
-    AttemptGrant,
-    BadShard,
-    EventId,
-    HeartbeatReply,
-    RunRecord,
-    ShardRecord,
-    TrainerState,
-)
+from layercheck.layers import LayerStep
+from layercheck.manifest import BadShard, EventId, RecoveryPlan, RunRecord, ShardRecord, TrainerState
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptGrant:
+    """The answer to `begin_attempt`. `plan` is None exactly on a fresh run (then r_b is 0)."""
+
+    attempt: int
+    r_b: int
+    plan: RecoveryPlan | None = None
+    detect_s: float | None = None
+    """Seconds from the last heartbeat to the moment the driver saw the failure, if it was told."""
+    reschedule_s: float | None = None
+    """Seconds from there to this grant."""
+    notes: tuple[str, ...] = ()
+    """What a person should read: commits counted as absent, unreadable records, changed settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatReply:
+    """What rank 0 learns from the coordinator. `lost_steps` are the events of this attempt declared lost.
+
+    `demoted`: the layers whose newest version has rotted.
+    """
+
+    committed_step: int = -1
+    committed_part: int = 0
+    lost_steps: tuple[int, ...] = ()
+    fenced: bool = False
+    alerts: tuple[str, ...] = ()
+    demoted: tuple[LayerStep, ...] = ()
+    grace_s: float = 0.0
+    """Seconds until the whole submission will be ended; 0 for not announced."""
 
 
 class CoordinatorClient(Protocol):

@@ -1,10 +1,14 @@
 """The calls of a POSIX file system that the local storage makes. The module `os` has them all."""
 
+import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
+ABSENT = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR)
+"""Errors that mean that a path names nothing."""
 
 
 class FileCalls(Protocol):
@@ -27,3 +31,13 @@ class FileCalls(Protocol):
     def listdir(self, path: str, /) -> list[str]: ...  # noqa: D102
     def stat(self, path: str | int, /) -> os.stat_result: ...  # noqa: D102
     def lstat(self, path: str, /) -> os.stat_result: ...  # noqa: D102
+
+
+@contextmanager
+def absent_is_fine() -> Iterator[None]:
+    """Leaves the block quietly if a path in it names nothing."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise

@@ -15,13 +15,12 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from layercheck.errors import ConfigError, DamagedShardError, StorageError
-from layercheck.persistence.file_calls import Buffer, FileCalls
+from layercheck.persistence.file_calls import ABSENT, Buffer, FileCalls, absent_is_fine
 
 TEMP_PREFIX = ".tmp-"
 """Names that begin so are unfinished writes: no reader looks at them, collection may delete them."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-_ABSENT = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR)
 """Nothing is there, or a link, or a file where a folder should be."""
 _KNOB = "check the storage path, its rights and free space (`storage`)"
 
@@ -206,7 +205,7 @@ class LocalStorage:
                 finally:
                     self._os.close(fd)
         except StorageError as error:
-            if error.facts.get("errno") in _ABSENT:
+            if error.facts.get("errno") in ABSENT:
                 raise DamagedShardError(f"{path} is missing", path=path) from error
             raise
         if done < len(view):
@@ -225,14 +224,14 @@ class LocalStorage:
 
     def size(self, path: str) -> int | None:
         """See `Storage.size`."""
-        with self._errors("read", path), _absent_is_fine():
+        with self._errors("read", path), absent_is_fine():
             found = self._os.stat(self._full(path))
             return found.st_size if stat.S_ISREG(found.st_mode) else None
         return None
 
     def list(self, folder: str) -> list[str]:
         """See `Storage.list`."""
-        with self._errors("list", folder), _absent_is_fine():
+        with self._errors("list", folder), absent_is_fine():
             return sorted(self._os.listdir(self._full(folder) if folder else self.root))
         return []
 
@@ -242,7 +241,7 @@ class LocalStorage:
         Also that of a file which is gone already: whoever deleted it may have died before it was durable. A
         link is deleted, not what it leads to.
         """
-        with self._errors("delete", path), _absent_is_fine():
+        with self._errors("delete", path), absent_is_fine():
             folder, target = self._parts(path)
             if self._kind(target) == stat.S_IFDIR:
                 self._delete_folder(target)
@@ -253,7 +252,7 @@ class LocalStorage:
 
     def settle(self, folder: str) -> None:
         """See `Storage.settle`."""
-        with self._errors("settle", folder), _absent_is_fine():
+        with self._errors("settle", folder), absent_is_fine():
             full = self._full(folder)
             if self._kind(full) == stat.S_IFDIR:
                 self._make_durable(full)
@@ -394,12 +393,3 @@ class LocalStorage:
             self._os.fsync(fd)
         finally:
             self._os.close(fd)
-
-
-@contextmanager
-def _absent_is_fine() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _ABSENT:
-            raise

@@ -8,9 +8,9 @@ from typing import Any
 
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination.journal import PROBE_PREFIX
-from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient
 from layercheck.errors import StorageError
-from layercheck.manifest import AttemptGrant, RunRecord
+from layercheck.manifest import RunRecord
 from layercheck.model_facts import buffer_names, model_config, tied_names
 from layercheck.persistence.storage import Storage
 from layercheck.recovery.collectives import count_over_ranks, on_rank_zero

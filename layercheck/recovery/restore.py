@@ -15,9 +15,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient
 from layercheck.errors import StorageError
-from layercheck.manifest import AttemptGrant, BadShard, LayerPlan, Receipt, RecoveryPlan
+from layercheck.manifest import BadShard, LayerPlan, Receipt, RecoveryPlan
 from layercheck.persistence.storage import Storage
 from layercheck.recovery import install
 from layercheck.recovery.collectives import count_over_ranks, on_rank_zero

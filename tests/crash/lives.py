@@ -13,8 +13,9 @@ from layercheck.config import LayerCheckConfig
 from layercheck.coordination import audit, journal
 from layercheck.coordination.coordinator import Coordinator
 from layercheck.coordination.plan import PlanRequest, make_plan
+from layercheck.coordination.protocol import AttemptGrant
 from layercheck.layers import ParamSpec
-from layercheck.manifest import AttemptGrant, BadShard, EventId, LayerPlan, Reason, RecoveryPlan, ShardRecord
+from layercheck.manifest import BadShard, EventId, LayerPlan, Reason, RecoveryPlan, ShardRecord
 from layercheck.persistence.shard_file import ShardAbout, ShardTensor, SliceMeta, StateScalar, layout
 from layercheck.persistence.storage import TEMP_PREFIX, Storage
 from layercheck.persistence.writer import HashedBytes

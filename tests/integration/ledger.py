@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from layercheck.config import LayerCheckConfig
+from layercheck.coordination.protocol import AttemptGrant, HeartbeatReply
 from layercheck.errors import FencedError, RunIsLiveError, StorageError
-from layercheck.manifest import AttemptGrant, EventId, HeartbeatReply
+from layercheck.manifest import EventId
 
 
 class LedgerCoordinator:

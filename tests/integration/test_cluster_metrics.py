@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from cluster.metrics import COUNTERS, GAUGES, PREFIX, Metrics
-from layercheck.manifest import EventId, HeartbeatReply
+from layercheck.coordination.protocol import HeartbeatReply
+from layercheck.manifest import EventId
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

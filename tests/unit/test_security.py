@@ -12,7 +12,8 @@ from layercheck.config import LayerCheckConfig
 from layercheck.coordination import commit_file, journal
 from layercheck.coordination.audit import audit
 from layercheck.coordination.plan import PlanRequest, make_plan
-from layercheck.manifest import AttemptGrant, BadShard, Commit, RunRecord, ShardRecord
+from layercheck.coordination.protocol import AttemptGrant
+from layercheck.manifest import BadShard, Commit, RunRecord, ShardRecord
 from layercheck.recovery.fetch import Fetcher
 from tests.conftest import ROOT
 from tests.crash.lives import Wanted
