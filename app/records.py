@@ -23,7 +23,6 @@ class Attempt:
     submission: str
     world_size: int
     r_b: int
-    began_s: float
     ended: str | None
     receipt: dict[str, Any] | None
 
@@ -67,7 +66,6 @@ def _attempt(files: RunFiles, number: int) -> Attempt | None:
         submission=record["submission"],
         world_size=record["world_size"],
         r_b=record["r_b"],
-        began_s=files.modified_s(f"{name}.json"),
         ended=progress.get("ended"),
         receipt=_json(files, f"{name}.receipt.json"),
     )

@@ -32,6 +32,22 @@ class Faults(Protocol):
         ...
 
 
+class Witness(Protocol):
+    """What notes down the state that this rank really had."""
+
+    def built(self, engine: Any, for_recovery: bool) -> None:
+        """The engine is there."""
+        ...
+
+    def begun(self, point: ResumePoint) -> None:
+        """The attempt has begun."""
+        ...
+
+    def stepped(self, step: int) -> None:
+        """The optimizer has stepped."""
+        ...
+
+
 def train(
     config: Config,
     *,
@@ -42,6 +58,7 @@ def train(
     takeover: bool = False,
     reporter: Reporter | None = None,
     faults: Faults | None = None,
+    witness: Witness | None = None,
 ) -> TrainResult:
     """Trains to the last step, from wherever the store says. All ranks call it; it is one collective.
 
@@ -53,17 +70,22 @@ def train(
         submission: the same for all restarts of one submission.
         takeover: fence off another submission even if it is alive.
         reporter: called on all ranks at the same steps, every `report_every_s`; may be a barrier.
-        faults: kills to inject.
+        faults: failures to inject.
+        witness: notes what the state really was.
 
     Returns:
         `completed`, or `fenced` when a newer attempt has taken the run over.
     """
     init_distributed(config)
     job, session = _set_up(config, rank, world_size, coordinator, submission, takeover)
+    if witness is not None:
+        witness.built(job.engine, job.for_recovery)
     try:
         point = session.resume()
         _check_weights_are_there(job, point)
-        return _run_steps(job, session, point, reporter, faults)
+        if witness is not None:
+            witness.begun(point)
+        return _run_steps(job, session, point, reporter, faults, witness)
     except FencedError as fenced:
         log.warning("%s", fenced)
         session.close("fenced")
@@ -126,7 +148,12 @@ def _check_weights_are_there(job: Job, point: ResumePoint) -> None:
 
 
 def _run_steps(
-    job: Job, session: Any, point: ResumePoint, reporter: Reporter | None, faults: Faults | None
+    job: Job,
+    session: Any,
+    point: ResumePoint,
+    reporter: Reporter | None,
+    faults: Faults | None,
+    witness: Witness | None,
 ) -> TrainResult:
     meter = Meter(job.config, job.total_steps)
     state: TrainerState = dict(point.trainer_state)
@@ -135,6 +162,8 @@ def _run_steps(
         set_lr(job.engine, lr_at(step - 1 - job.engine.skipped_steps, job.total_steps, job.config.train))
         loss, report_due = mean_over_ranks(job, one_step(job, step), meter.report_due())
         state = _trainer_state(job, step, loss)
+        if witness is not None:
+            witness.stepped(step)
         meter.end(step, loss, session.after_step(step, state))
         if faults is not None:
             faults.maybe_kill(job.rank, step)

@@ -76,6 +76,16 @@ class PrivateHead:
             raise HeadError(f"processes of the head {self.process.pid} do not end: {_members(self)}")
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def kill(self) -> None:
+        """SIGKILL to every process at once, as when a machine is lost, then removes the folder."""
+        if not _kill_all(self):
+            raise HeadError(f"processes of the head {self.process.pid} do not end: {self.members()}")
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def members(self) -> list[int]:
+        """Living processes of the head: its process group, and job drivers, which make own groups."""
+        return _members(self)
+
     def __enter__(self) -> Self:
         return self
 
@@ -238,22 +248,30 @@ def _tail(path: Path, num_chars: int = 2000) -> str:
 def _end(head: "PrivateHead") -> bool:
     """SIGTERM to the head, then SIGKILL to all that it started; True once nobody of it is left."""
     head.process.terminate()  # the leader alone: it ends its children in an order that lets the raylet go
-    for patience_s in (_POLITE_S, _STOP_S):
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline:
-            head.process.poll()
-            members = _members(head)
-            if not members:
-                return True
-            time.sleep(0.1)
+    deadline = time.monotonic() + _POLITE_S
+    while time.monotonic() < deadline:
+        head.process.poll()
+        if not _members(head):
+            return True
+        time.sleep(0.1)
+    return _kill_all(head)
+
+
+def _kill_all(head: "PrivateHead") -> bool:
+    """SIGKILL until nobody is left: those that die last may still have started others."""
+    deadline = time.monotonic() + _STOP_S
+    while members := _members(head):
         for pid in members:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    return False
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+        head.process.poll()
+    return True
 
 
 def _members(head: "PrivateHead") -> list[int]:
-    """Living processes of the head: its process group, and job drivers, which make own groups."""
     mark = f"{_MARK}={head.folder}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

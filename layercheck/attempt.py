@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 
@@ -21,6 +22,8 @@ from layercheck.tracking.run_log import RunLog
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
+LATER_STEPS = 20
+"""Steps after a recovery whose loss completes its receipt."""
 
 
 @dataclass(slots=True)
@@ -92,6 +95,19 @@ class Attempt:
                 step,
                 REASON_WINDOW,
             )
+
+    def complete_receipt(self, step: int, state: TrainerState) -> None:
+        """After a recovery: rank 0 adds the seconds to the first step, later the loss."""
+        if self.receipt is None or self.link is None:
+            return
+        if self.receipt.first_step_s is None:
+            update: dict[str, Any] = {"first_step_s": time.monotonic() - self.since}
+        elif step == self.receipt.resume_step + LATER_STEPS - 1 and state.get("loss") is not None:
+            update = {"loss_20_steps_later": float(state["loss"])}
+        else:
+            return
+        self.receipt = self.receipt.model_copy(update=update)
+        self.link.note_receipt(self.receipt)
 
     def notices(self) -> RankNotices:
         """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last."""

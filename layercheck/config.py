@@ -66,6 +66,8 @@ class LayerCheckConfig(BaseModel):
     event_timeout_s: float = Field(300, gt=0)
     takeover_s: float = Field(30, gt=0)
     idle_s: float = Field(3600, gt=0)
+    hang_s: float = Field(1800, ge=0)
+    """A rank without a step for so long ends its own process (`watchdog.py`); 0 switches this off."""
     staging_bytes: int | None = Field(None, gt=0)
     """Host memory for copies in flight. Default: min(a quarter of free memory, this rank's full state)."""
     write_retries: int = Field(8, ge=0)

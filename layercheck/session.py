@@ -34,13 +34,13 @@ from layercheck.recovery.restore import in_words, restore
 from layercheck.step_report import StepReport
 from layercheck.tracking.drift import DriftMeter
 from layercheck.tracking.policy import decide
+from layercheck.watchdog import Watchdog
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
 POLL_S = 0.05
 ANSWER_S = 1.0
 CLOSE_S = 60.0
-LATER_STEPS = 20
 RngPolicy = Literal["keyed", "captured"]
 
 
@@ -107,6 +107,7 @@ class Session:
         self._rng: RngPolicy = rng
         self._recovered_rng: RngState | None = None
         self.meter = DriftMeter(zero3, config.drift)
+        self.watchdog = Watchdog(config.hang_s)
         self._open: Attempt | None = None
 
     # ------------------------------------------------------------------ resume
@@ -128,10 +129,11 @@ class Session:
         self._open = opened = start_attempt(
             self._zero3, self._storage, self._run_folder, self._coordinator, self._config, grant, receipt
         )
+        self.watchdog.start(grant.r_b)
         plan = grant.plan
         if plan is None:
             self._step_zero()
-            return ResumePoint(step=1)
+            return ResumePoint(step=1, attempt=opened.number)
         self._zero3.set_global_state(plan.resume_step - 1, plan.trainer_state)
         opened.step, opened.skipped = self._zero3.step, self._zero3.skipped
         self.meter.take(opened.step, self._zero3.slices)
@@ -140,7 +142,7 @@ class Session:
             opened.link.note_receipt(receipt)
             log.warning("%s", in_words(receipt))
         self.restore_rng()
-        return ResumePoint(plan.resume_step, plan.trainer_state, receipt)
+        return ResumePoint(plan.resume_step, plan.trainer_state, receipt, opened.number)
 
     def restore_rng(self) -> None:
         """Puts the recovered generators back; `resume` does it. Again for a loop that draws before step 1."""
@@ -216,12 +218,13 @@ class Session:
         if opened.run_log is not None:
             opened.run_log.step(result, state, report, decision, opened.ledger)
             opened.note(result, report)
-        self._complete_receipt(opened, step, state)
+        opened.complete_receipt(step, state)
         opened.stall_s, opened.ended = result.stall_s, time.monotonic()
         return result
 
     def _exchange(self, opened: Attempt, step: int, error: bool = False) -> DriftReport:
         report = self.meter.reduce(step, replace(opened.notices(), error=error))
+        self.watchdog.beat(step)
         if report.fenced:
             raise FencedError(
                 f"attempt {opened.number} of run {self._submission.run} was taken over at step {step}",
@@ -266,7 +269,8 @@ class Session:
         event = EventId(step=decision.step, attempt=opened.number, part=part)
         try:
             rng = random_state.capture() if self._rng == "captured" else None
-            snapshot = opened.taker.take(event, decision, state, opened.writer.submit, rng)
+            with self.watchdog.phase("copying a snapshot", self._config.storage_wait_s):
+                snapshot = opened.taker.take(event, decision, state, opened.writer.submit, rng)
         except StorageError as error:
             # The writer reports this event as lost; its drift comes back by the notice (I9).
             opened.alert(f"event {event.folder} is lost: {error}")
@@ -311,19 +315,6 @@ class Session:
         self._observe(opened, report)
         return report
 
-    def _complete_receipt(self, opened: Attempt, step: int, state: TrainerState) -> None:
-        receipt = opened.receipt
-        if receipt is None or opened.link is None:
-            return
-        if receipt.first_step_s is None:
-            update: dict[str, Any] = {"first_step_s": time.monotonic() - opened.since}
-        elif step == receipt.resume_step + LATER_STEPS - 1 and state.get("loss") is not None:
-            update = {"loss_20_steps_later": float(state["loss"])}
-        else:
-            return
-        opened.receipt = receipt.model_copy(update=update)
-        opened.link.note_receipt(opened.receipt)
-
     # ------------------------------------------------------------------ save now, close
 
     def save_now(self, trainer_state: TrainerState | None = None) -> None:
@@ -367,6 +358,7 @@ class Session:
             reason: for people, if it did not complete.
         """
         self.meter.close()
+        self.watchdog.close()
         opened, self._open = self._open, None
         if opened is None:
             return

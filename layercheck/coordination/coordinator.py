@@ -82,6 +82,7 @@ class Coordinator:
         self._fenced = False
         self._recovered = False
         self._failure_at: float | None = None
+        self._outage: tuple[float | None, float | None] = (None, None)
         if storage.size(journal.RUN_FILE) is not None:
             self._adopt(journal.load_facts(storage))
 
@@ -169,9 +170,9 @@ class Coordinator:
             journal.write_receipt(self._storage, attempt, receipt)
 
     def note_failure(self) -> None:
-        """The driver saw the workers fail; starts the clock of `reschedule_s`."""
+        """Workers failed; the first word of it since the attempt began starts the clock of `reschedule_s`."""
         with self._lock:
-            self._failure_at = self._clock()
+            self._failure_at = self._failure_at or self._clock()
 
     # ------------------------------------------------------------ events
 
@@ -240,6 +241,9 @@ class Coordinator:
                 return
             if self._heart.is_due():
                 self._journal_heartbeat()
+            if self._failure_at is None and (silence := self._heart.take_silence()):
+                self._alert(silence)
+                self._say(silence)
             for event in self._book.expire(self._clock(), self._config.event_timeout_s):
                 self._alert(f"event of step {event.step} is lost: {self._book.lost[event]}")
             committed = False
@@ -268,20 +272,25 @@ class Coordinator:
         notes = list(claim.facts.notes)
         if claim.plan is None:
             notes.append(f"run {claim.facts.run.name} holds no step yet: it starts afresh")
-        detect_s = reschedule_s = None
-        if self._failure_at is not None:
-            reschedule_s = self._clock() - self._failure_at
-            if self._heart.heard_at is not None:
-                detect_s = max(0.0, self._failure_at - self._heart.heard_at)
+        if self._record is None or self._record.token != claim.record.token:
+            self._outage = self._measure_outage(claim.record)
         self._adopt(claim.facts, claim.plan)
         return AttemptGrant(
             attempt=claim.record.attempt,
             r_b=claim.record.r_b,
             plan=claim.plan,
-            detect_s=detect_s,
-            reschedule_s=reschedule_s,
+            detect_s=self._outage[0],
+            reschedule_s=self._outage[1],
             notes=tuple(notes),
         )
+
+    def _measure_outage(self, record: AttemptRecord) -> tuple[float | None, float | None]:
+        """(detect_s, reschedule_s); nothing between two submissions, where it was a person who restarted."""
+        if self._failure_at is None or self._record is None or self._record.submission != record.submission:
+            return None, None
+        heard_at = self._heart.heard_at
+        detect_s = None if heard_at is None else max(0.0, self._failure_at - heard_at)
+        return detect_s, self._clock() - self._failure_at
 
     def _adopt(self, facts: StoreFacts, plan: RecoveryPlan | None = None) -> None:
         """Makes the newest attempt of the store the current one; all older ones are fenced off."""
