@@ -24,15 +24,16 @@ _ENDLESS = 2**62
 
 @dataclass
 class Verdict:
-    """What the checks found; counts are of versions."""
+    """What the checks found; counts are of versions, `compared` and `wrong_bytes` of each rank's part."""
 
     lost_versions: int = 0
     wrong_bytes: int = 0
     max_age: int = 0
+    compared: int = 0
     problems: list[str] = field(default_factory=list)
 
     def wrong(self, text: str) -> None:
-        """Counts one version with other bytes than it should have."""
+        """Counts one part of a version with other bytes than it should have."""
         self.wrong_bytes += 1
         self.problems.append(text)
 
@@ -100,6 +101,7 @@ class Judge:
     def _compare(
         self, what: str, seen: "Seen", rank: int, layer: str, version: tuple[int, int], found: Hashes
     ) -> None:
+        self.verdict.compared += 1
         truth = seen.truth(rank, *version)
         if truth is None or truth.get(layer) != found.get(layer):
             why = "nobody saw it" if truth is None else "other bytes"
