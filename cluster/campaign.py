@@ -74,7 +74,7 @@ class Campaign:
         self._run, self._kills = run, kills
         self._rng = random.Random(seed)
         self._limit_s = recovery_limit_s
-        self._judge = Judge(run.store, run.notes)
+        self._judge = Judge(run.store, run.witness)
         self._open: list[Death] = []
         self._began_s = time.monotonic()
         self.score = Score()
@@ -190,6 +190,7 @@ class Campaign:
             "wrong_bytes": verdict.wrong_bytes,
             "hangs": self.score.hangs,
             "max_age": verdict.max_age,
+            "compared": verdict.compared,
             "seconds": round(seconds, 1),
             "seconds_per_kill": round(seconds / max(1, self.score.kills), 1),
             "problems": [*verdict.problems, *self.score.own_ends],

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cluster.witness import Hashes, Life, hash_of, read_lives
+from cluster.witness import Hashes, Life, Notes, hash_of
 from layercheck.manifest import EventId
 
 Version = tuple[str, int, int]
@@ -48,11 +48,11 @@ class Judge:
 
     Args:
         store: the run's `layercheck` folder.
-        notes: the folder of its witness.
+        witness: folder of what its ranks noted.
     """
 
-    def __init__(self, store: Path, notes: Path) -> None:
-        self._store, self._notes = store, notes
+    def __init__(self, store: Path, witness: Path) -> None:
+        self._store, self._notes = store, Notes(witness)
         self._judged: set[int] = set()
         self._read: set[str] = set()
         self.verdict = Verdict()
@@ -60,7 +60,7 @@ class Judge:
     def look(self) -> None:
         """Judges what is new."""
         rows = committed_rows(self._store)
-        seen = Seen(read_lives(self._notes), read_chains(self._store))
+        seen = Seen(self._notes.lives(), read_chains(self._store))
         for attempt in sorted(seen.attempts.keys() - self._judged):
             self._judged.add(attempt)
             self._recovery(seen, attempt, {(row["layer"], row["step"], row["attempt"]) for row in rows})
@@ -71,7 +71,7 @@ class Judge:
     def finish(self) -> None:
         """Judges what is new and the history as a whole."""
         self.look()
-        self.verdict.problems += step_problems(Seen(read_lives(self._notes), read_chains(self._store)))
+        self.verdict.problems += step_problems(Seen(self._notes.lives(), read_chains(self._store)))
 
     # ------------------------------------------------------------------ one recovery
 

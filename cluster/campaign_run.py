@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.head import PrivateHead, start_head
-from cluster.witness import Life, read_lives
+from cluster.witness import Life, Notes
 
 RUN = "campaign"
 NUM_CPUS = 6
@@ -38,11 +38,12 @@ class CampaignRun:
 
     def __init__(self, folder: Path, settings: tuple[str, ...] = ()) -> None:
         self.folder = folder
-        self.notes = folder / "witness"
+        self.witness = folder / "witness"
         self.store = folder / "storage" / RUN / "layercheck"
         self.log = folder / "run.log"
         self.num_submissions = 0
         self._settings = settings
+        self._notes = Notes(self.witness)
         self._head: PrivateHead | None = None
         self._driver: subprocess.Popen[bytes] | None = None
 
@@ -61,7 +62,7 @@ class CampaignRun:
         command += ["--takeover"] if self.num_submissions > 1 else []
         with open(self.log, "ab") as log:
             return subprocess.Popen(
-                [*command, "--set", f"faults.witness={self.notes}", *self._settings],
+                [*command, "--set", f"faults.witness={self.witness}", *self._settings],
                 env={**os.environ, **head.env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -91,7 +92,7 @@ class CampaignRun:
 
     def lives(self) -> list[Life]:
         """What the ranks have noted so far."""
-        return read_lives(self.notes)
+        return self._notes.lives()
 
     def workers(self) -> dict[int, int]:
         """Rank -> process of those that live and have built their engine."""

@@ -118,10 +118,21 @@ class Life:
     steps: tuple[tuple[int, Hashes], ...] = ()
 
 
-def read_lives(folder: Path) -> list[Life]:
-    """All lives of a run, by attempt; those without one come first."""
-    lives = [_life(path) for path in sorted(folder.glob("rank-*.jsonl"))]
-    return sorted(lives, key=lambda life: (life.attempt, life.rank))
+class Notes:
+    """The notes of a run, read again only where they have grown: they are asked for several times a second."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, tuple[int, Life]] = {}
+
+    def lives(self) -> list[Life]:
+        """All lives of the run, by attempt; those without one come first."""
+        for path in self._folder.glob("rank-*.jsonl"):
+            size = path.stat().st_size
+            if path not in self._read or self._read[path][0] != size:
+                self._read[path] = size, _life(path)
+        lives = [life for _, life in self._read.values()]
+        return sorted(lives, key=lambda life: (life.attempt, life.rank))
 
 
 def _life(path: Path) -> Life:

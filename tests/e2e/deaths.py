@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.campaign_checks import Judge
 from cluster.head import PrivateHead, PrivateNode
-from cluster.witness import read_lives
+from cluster.witness import Notes
 from layercheck.cli import main as layercheck
 from tests.e2e.runs import ROOT, summary
 
@@ -72,7 +72,7 @@ class Deaths:
 
     def reached(self, attempt: int) -> int:
         """Newest step that rank 0 of an attempt noted, 0 before the first."""
-        lives = [life for life in read_lives(self.notes) if (life.attempt, life.rank) == (attempt, 0)]
+        lives = [life for life in Notes(self.notes).lives() if (life.attempt, life.rank) == (attempt, 0)]
         return max((life.steps[-1][0] for life in lives if life.steps), default=0)
 
     def words(self) -> str:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cluster.campaign_checks import Judge
-from cluster.witness import Hashes, hash_of, read_lives
+from cluster.witness import Hashes, Notes, hash_of
 from layercheck.manifest import EventId
 from layercheck.persistence.shard_file import ShardAbout, ShardTensor, SliceMeta, StateScalar, layout
 
@@ -209,4 +209,7 @@ def test_a_layer_above_the_limit_is_a_problem(store: Store) -> None:
 def test_a_line_that_a_kill_cut_off_is_not_read(store: Store) -> None:
     (path,) = store.notes.iterdir()
     path.write_bytes(path.read_bytes() + b'{"what": "step", "st')
-    assert [step for step, _ in read_lives(store.notes)[0].steps] == [1, 2, 3, 4]
+    notes = Notes(store.notes)
+    assert [step for step, _ in notes.lives()[0].steps] == [1, 2, 3, 4]
+    path.write_bytes(path.read_bytes() + b'ep": 5, "layers": {}}\n')
+    assert [step for step, _ in notes.lives()[0].steps] == [1, 2, 3, 4, 5]
