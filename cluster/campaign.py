@@ -159,6 +159,7 @@ class Campaign:
         while self._run.position()[1] < until and time.monotonic() < deadline:
             self._keep_going()
             time.sleep(_LOOK_S)
+        self._judge.look()
 
     def _keep_going(self) -> None:
         """A driver that ended by itself is submitted again, and noted unless it had to end."""

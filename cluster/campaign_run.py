@@ -42,6 +42,7 @@ class CampaignRun:
         self.store = folder / "storage" / RUN / "layercheck"
         self.log = folder / "run.log"
         self.num_submissions = 0
+        folder.mkdir(parents=True, exist_ok=True)
         self._settings = settings
         self._notes = Notes(self.witness)
         self._head: PrivateHead | None = None

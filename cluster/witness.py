@@ -119,7 +119,7 @@ class Life:
 
 
 class Notes:
-    """The notes of a run, read again only where they have grown: they are asked for several times a second."""
+    """The notes of a run, read again only where they have grown: they are wanted several times a second."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
