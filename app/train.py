@@ -176,9 +176,8 @@ def _fit(config: Config, submission: str, takeover: bool) -> TrainResult:
     except TrainingFailedError as error:
         return TrainResult("failed", message=str(error))
     except RayActorError as error:
-        return TrainResult(
-            "failed", message=f"Ray Train's controller is gone; submit the run again ({error})"
-        )
+        message = f"Ray Train's controller is gone: submit the run again ({error})"
+        return TrainResult("failed", message=message)
     return TrainResult(**returned)
 
 

@@ -91,7 +91,8 @@ class GroupGuard(WorkerGroupCallback, ControllerCallback):
             self._still_no_room(time.monotonic() - self._waiting_since_s)
 
     def _still_no_room(self, waited_s: float) -> None:
-        have = {kind: ray.cluster_resources().get(kind, 0) for kind in ("CPU", "GPU")}
+        total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        have = {kind: total.get(kind, 0) for kind in ("CPU", "GPU")}
         text = (
             f"run {self._run}: no room for its workers for {waited_s:.0f} s; the cluster has "
             f"{have['CPU']:g} CPUs and {have['GPU']:g} GPUs in all: add nodes or lower cluster.workers"

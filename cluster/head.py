@@ -176,8 +176,8 @@ def _start_once(num_cpus: int | None, ready_s: float, env: dict[str, str]) -> Pr
     return head
 
 
-_START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
-_START += ("--node-ip-address", "127.0.0.1")
+_RAY = (sys.executable, "-m", "ray.scripts.scripts")
+_START = (*_RAY, "start", "--block", "--disable-usage-stats", "--node-ip-address", "127.0.0.1")
 
 
 def _command(folder: Path, ports: dict[str, int], num_cpus: int | None) -> list[str]:

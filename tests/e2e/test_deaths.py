@@ -95,14 +95,19 @@ def test_a_coordinator_that_dies_in_training_costs_no_attempt_and_one_that_dies_
     assert resumed["resume_step"] == resumed["t_fail"] + 1
 
 
-def test_a_driver_and_then_the_whole_head_are_killed_and_the_run_is_submitted_again(tmp_path):
+def test_controller_driver_and_the_whole_head_are_killed_and_the_run_is_submitted_again(tmp_path):
     run = Deaths(tmp_path, **{"train.steps": 60, "checkpoint.settings.takeover_s": 5})
     with start_head(num_cpus=6) as first:
         run.submit(first)
         run.wait_for_step(12)
-        run.end_driver()
+        kill(process_of(first, "ray::TrainController"))
+        assert run.finish() == 1
+        assert "Ray Train's controller is gone: submit the run again" in run.words()
         run.submit(first)
         run.wait_for_step(run.reached(1) + 8, attempt=2)
+        run.end_driver()
+        run.submit(first)
+        run.wait_for_step(run.reached(2) + 8, attempt=3)
         first.kill()
         run.end_driver()
     with start_head(num_cpus=6) as second:
@@ -110,7 +115,7 @@ def test_a_driver_and_then_the_whole_head_are_killed_and_the_run_is_submitted_ag
         assert run.finish() == 0, run.words()
     run.check_end()
     found = run.summary()
-    assert (found["attempts"], found["failures"]) == (3, 2)
+    assert (found["attempts"], found["failures"]) == (4, 3)
     for resumed in found["resumed"]:
         assert resumed["resume_step"] == resumed["t_fail"] + 1
 
