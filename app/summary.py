@@ -67,7 +67,7 @@ def _progress(observed: Observed, attempts: list[Attempt], steps: list[StepRow])
     result = observed.result
     last = steps[-1] if steps else None
     final_loss = result.final_loss if result.final_loss is not None or last is None else last.loss
-    reached = max([result.steps, *(attempt.r_b for attempt in attempts), last.step if last else 0])
+    reached = max([result.steps, *(attempt.reached for attempt in attempts), last.step if last else 0])
     return {"steps": reached, "final_loss": final_loss}
 
 

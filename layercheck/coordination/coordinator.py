@@ -242,7 +242,7 @@ class Coordinator:
             if self._heart.is_due():
                 self._journal_heartbeat()
             if self._failure_at is None and (silence := self._heart.take_silence()):
-                self._alert(silence)
+                self._recent_alerts.append(silence)  # not for rank 0, whose silence it is
                 self._say(silence)
             for event in self._book.expire(self._clock(), self._config.event_timeout_s):
                 self._alert(f"event of step {event.step} is lost: {self._book.lost[event]}")

@@ -139,6 +139,11 @@ def test_a_failed_run_counts_its_last_attempt_as_a_failure(config: Config) -> No
     assert (summary["status"], summary["failures"], summary["final_loss"]) == ("failed", 2, 4.0)
 
 
+def test_a_run_that_was_cut_off_before_its_metrics_were_written_says_how_far_it_came(config: Config) -> None:
+    _json(Path(config.run.folder, "layercheck/attempts/a002.progress.json"), {"ended": None, "step": 9})
+    assert write_summary(config, replace(OBSERVED, result=TrainResult("failed")))["steps"] == 9
+
+
 def test_a_damaged_commit_is_left_out(config: Config) -> None:
     path = Path(config.run.folder, "layercheck/events/step-00000006.a002.p01/commit.parquet")
     path.write_bytes(path.read_bytes()[:-9])
