@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,16 @@ class Deaths:
         assert self.driver is not None
         return self.driver.wait(limit_s)
 
-    def wait(self, condition: Callable[[], bool], what: str, limit_s: float = 180) -> None:
+    def wait(
+        self, condition: Callable[[], bool], what: str, limit_s: float = 180, look_s: float = 0.05
+    ) -> None:
         """Waits while the driver lives."""
         assert self.driver is not None
         deadline = time.monotonic() + limit_s
         while not condition():
             assert self.driver.poll() is None, f"ended with {self.driver.returncode}: {self.words()}"
             assert time.monotonic() < deadline, f"not within {limit_s:g} s: {what}; {self.words()}"
-            time.sleep(0.05)
+            time.sleep(look_s)
 
     def wait_for_step(self, step: int, attempt: int = 1) -> None:
         self.wait(lambda: self.reached(attempt) >= step, f"step {step} of attempt {attempt}")
@@ -102,11 +105,20 @@ class Deaths:
 
 
 def process_of(node: PrivateNode, name: str) -> int:
-    """The process of a node whose command line has `name`."""
-    mark = name.encode()
-    found = [pid for pid in node.members() if mark in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    """The one process of a node whose command line has `name`."""
+    found = processes_of(node, name)
     assert len(found) == 1, f"{name}: {found}"
     return found[0]
+
+
+def processes_of(node: PrivateNode, name: str) -> list[int]:
+    """The processes of a node whose command line has `name`."""
+    found = []
+    for pid in node.members():
+        with suppress(FileNotFoundError, ProcessLookupError):  # gone meanwhile
+            if name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 def kill(pid: int) -> None:

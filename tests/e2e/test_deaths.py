@@ -7,7 +7,7 @@ import pytest
 
 from cluster.head import PrivateHead, start_head
 from cluster.locks import prepare_extensions
-from tests.e2e.deaths import STEPS, Deaths, kill, process_of
+from tests.e2e.deaths import STEPS, Deaths, kill, process_of, processes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 RAISED, BOTH, STOPPED = 10, 16, 22
@@ -124,11 +124,12 @@ def test_workers_killed_while_they_hold_the_lock_of_the_op_do_not_hang_the_next_
     run = Deaths(tmp_path)
     folder = Path(prepare_extensions(run.run)["TORCH_EXTENSIONS_DIR"])
     run.submit(head)
-    run.wait(lambda: any(folder.glob("*/lock")), "a worker that loads the op")
-    pids = [pid for pid in head.members() if b"RayTrainWorker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    run.wait(lambda: len(processes_of(head, "ray::RayTrainWorker")) == 2, "two workers")
+    pids = processes_of(head, "ray::RayTrainWorker")
+    # The lock is held for some milliseconds.
+    run.wait(lambda: any(folder.glob("*/lock")), "a worker that loads the op", look_s=0.001)
     for pid in pids:
         kill(pid)
-    assert pids
     assert any(folder.glob("*/lock")), "the lock of a dead process is what this test is about"
     assert run.finish() == 0, run.words()
     run.check_end()

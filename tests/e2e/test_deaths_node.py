@@ -1,11 +1,9 @@
 """A node is lost: with room elsewhere the workers move, without the run says so and ends."""
 
-from pathlib import Path
-
 import pytest
 
 from cluster.head import PrivateNode, start_head, start_node
-from tests.e2e.deaths import Deaths
+from tests.e2e.deaths import Deaths, processes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 WAIT_S = 15
@@ -39,4 +37,4 @@ def _lose_node_of_workers(one: PrivateNode, other: PrivateNode) -> PrivateNode:
 
 
 def _has_workers(node: PrivateNode) -> bool:
-    return any(b"ray::RayTrainWorker" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in node.members())
+    return bool(processes_of(node, "ray::RayTrainWorker"))
