@@ -174,7 +174,8 @@ def _fit(config: Config, submission: str, takeover: bool) -> TrainResult:
     try:
         returned = trainer.fit().return_value
     except TrainingFailedError as error:
-        return TrainResult("failed", message=str(error))
+        ours = getattr(error, "controller_failure", None)
+        return TrainResult("failed", message=str(ours if isinstance(ours, LayerCheckError) else error))
     except RayActorError as error:
         message = f"Ray Train's controller is gone: submit the run again ({error})"
         return TrainResult("failed", message=message)
