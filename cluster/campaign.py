@@ -130,7 +130,8 @@ class Campaign:
             f"so far {verdict.max_age}, {len(verdict.problems)} problems",
             flush=True,
         )
-        self._train_on(step + self._rng.randint(0, _MAX_STEPS_BETWEEN))
+        if self.score.kills < self._kills:
+            self._train_on(step + self._rng.randint(0, _MAX_STEPS_BETWEEN))
 
     def _wait_for_steps(self) -> bool:
         deadline = time.monotonic() + self._limit_s
