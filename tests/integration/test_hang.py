@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from layercheck.integrations.hf import LayerCheckCallback
@@ -15,16 +16,21 @@ from tests.integration.ranks import train
 HANG_AT, STEPS, HANG_S = 10, 12, 3.0
 
 
-def _hang(storage: str) -> Any:
+def _hang(storage: str, hang_at: int) -> Any:
     def stuck(session: Any, step: int) -> None:
-        if step == HANG_AT and dist.get_rank() == 1:
+        if step == hang_at and dist.get_rank() == dist.get_world_size() - 1:
             time.sleep(600)
 
     return train(storage, STEPS, each_step=stuck, settings={"hang_s": HANG_S})
 
 
+def test_a_session_that_makes_no_further_step_ends_its_process(tmp_path: Path) -> None:
+    assert run_ranks(1, tmp_path, _hang, str(tmp_path), 1) == [None]
+
+
+@pytest.mark.slow
 def test_all_ranks_end_when_one_hangs_and_training_goes_on_at_the_next_step(tmp_path: Path) -> None:
-    assert run_ranks(2, tmp_path, _hang, str(tmp_path)) == [None, None]
+    assert run_ranks(2, tmp_path, _hang, str(tmp_path), HANG_AT) == [None, None]
     resumed = run_ranks(2, tmp_path, train, str(tmp_path), STEPS)
     assert [rank["first"] for rank in resumed] == [HANG_AT + 1, HANG_AT + 1]
     assert resumed[0]["receipt"]["t_fail"] == HANG_AT
@@ -52,6 +58,7 @@ def _wait_for_storage(storage: str) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_the_storage_do_not_hang(tmp_path: Path) -> None:
     ranks = run_ranks(2, tmp_path, _wait_for_storage, str(tmp_path))
     assert [max(rank["losses"]) for rank in ranks] == [STEPS, STEPS]
