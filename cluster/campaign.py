@@ -40,6 +40,8 @@ WEIGHTS = {
 
 RECOVERY_LIMIT_S = 240.0
 """A run that has made no new step for so long after a kill counts as a hang."""
+_MAX_HANGS = 3
+"""After so many the campaign ends; a run that always hangs is not killed for ever."""
 _IN_RECOVERY = 0.3
 """Share of the kills that hit while the run still recovers from the one before."""
 _MAX_PAUSE_S = 8.0
@@ -82,10 +84,13 @@ class Campaign:
     def go(self) -> dict[str, Any]:
         """The whole campaign; returns the result."""
         self._run.start()
-        self._wait_for_steps()
+        if not self._wait_for_steps():
+            raise LayerCheckError(
+                f"the run made no step within {self._limit_s:g} s: {self._run.last_words()}"
+            )
         first_s = time.monotonic() - self._began_s
         print(f"the run trains after {first_s:.0f} s; {self._kills} kills follow", flush=True)
-        while self.score.kills < self._kills:
+        while self.score.kills < self._kills and self.score.hangs < _MAX_HANGS:
             self._kill()
             if self._rng.random() < _IN_RECOVERY and self.score.kills < self._kills:
                 time.sleep(self._rng.uniform(0, _MAX_PAUSE_S))
@@ -145,9 +150,9 @@ class Campaign:
     def _is_behind(self, death: Death) -> bool:
         """A step beyond the last one that counted as done before the kill was completed."""
         for life in self._run.lives():
-            if life.rank == 0 and life.attempt > death.attempt and life.steps:
-                t_fail = life.plan["t_fail"] if life.plan else 0
-                return life.steps[-1][0] > t_fail
+            t_fail = life.plan["t_fail"] if life.plan else 0
+            if life.rank == 0 and life.attempt > death.attempt and life.steps and life.steps[-1][0] > t_fail:
+                return True
         # A coordinator comes back without a new attempt: the run has to get on, and to be heard of again.
         return death.part == "coordinator" and self._journaled_step(death.attempt) > death.step + 1
 
@@ -206,7 +211,7 @@ def is_good(result: dict[str, Any]) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; 0 if the campaign is good."""
-    args = _parser().parse_args(arguments)
+    args = _arguments(arguments)
     for sig in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(sig, _leave)
     folder = Path(args.folder or tempfile.mkdtemp(prefix="campaign-")).absolute()
@@ -231,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if is_good(result) else 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m cluster.campaign", description="Kill a run again and again.")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
@@ -239,7 +244,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", metavar="DIR", help="keeps the run's files here; must be new")
     parser.add_argument("--recovery-limit-s", type=float, default=RECOVERY_LIMIT_S)
     parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="key.path=value")
-    return parser
+    args = parser.parse_args(arguments)
+    if args.kills < 1:
+        parser.error(f"--kills {args.kills} must be at least 1")
+    if args.folder and Path(args.folder).exists() and any(Path(args.folder).iterdir()):
+        parser.error(f"--folder {args.folder} is not empty: what lies there would be judged as well")
+    return args
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cluster.campaign import main as campaign
 from cluster.campaign_checks import Judge
 from cluster.witness import Hashes, Notes, hash_of
 from layercheck.manifest import EventId
@@ -213,3 +214,16 @@ def test_a_line_that_a_kill_cut_off_is_not_read(store: Store) -> None:
     assert [step for step, _ in notes.lives()[0].steps] == [1, 2, 3, 4]
     path.write_bytes(path.read_bytes() + b'ep": 5, "layers": {}}\n')
     assert [step for step, _ in notes.lives()[0].steps] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["--kills", "0"], "--kills 0"), (["--folder", "{used}"], "is not empty")]
+)
+def test_wrong_arguments_of_a_campaign_are_named(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old").touch()
+    with pytest.raises(SystemExit) as ended:
+        campaign([text.format(used=tmp_path) for text in arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
