@@ -105,6 +105,7 @@ class Campaign:
         deadline = time.monotonic() + self._limit_s
         while time.monotonic() < deadline:
             self._run.start()
+            self._keep_going()
             (part,) = self._rng.choices(parts, weights)
             death = self._run.kill(part, self._rng)
             if death is not None:

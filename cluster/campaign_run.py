@@ -20,7 +20,7 @@ NUM_CPUS = 6
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """One kill that was delivered: what died, and how far the run was."""
+    """One kill that was delivered: what died, the last step then, and the newest attempt that was claimed."""
 
     part: str
     step: int
@@ -105,11 +105,17 @@ class CampaignRun:
         steps = [(life.attempt, life.steps[-1][0]) for life in self.lives() if life.rank == 0 and life.steps]
         return max(steps, default=(0, 0))
 
+    def claimed(self) -> int:
+        """Number of the newest attempt that was ever claimed, 0 for none."""
+        names = [path.name for path in self.store.glob("attempts/a*.json") if path.name.count(".") == 1]
+        return max((int(name[1:-5]) for name in names), default=0)
+
     # ------------------------------------------------------------------ deaths
 
     def kill(self, part: str, rng: random.Random) -> Death | None:
         """Ends one part; None if it is not there at the moment."""
-        attempt, step = self.position()
+        _, step = self.position()
+        attempt = self.claimed()
         detail = PARTS[part](self, rng)
         return None if detail is None else Death(part, step, attempt, detail)
 
