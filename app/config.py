@@ -175,6 +175,8 @@ class ClusterConfig(Section):
     on_signal: Literal["end", "restart"] = "end"
     """After a signal of `checkpoint.settings.preemption_signals` and the last save: `end` the run with status
     `preempted`, to be submitted again, or have the group restarted at once (counts in `max_failures`)."""
+    reschedule_wait_s: float = Field(1800, gt=0)
+    """How long a run waits for a cluster that has too little room for its workers."""
     backend: Literal["gloo", "nccl"] | None = None
     """Default: nccl with GPUs, else gloo."""
     health_check_s: float = Field(0.3, gt=0)
@@ -199,9 +201,12 @@ class ClusterConfig(Section):
 
 
 class FaultsConfig(Section):
-    """Kills to inject, for tests and demonstrations: `[{rank, step, times}]`."""
+    """Failures to inject, for tests and demonstrations."""
 
-    kill: tuple[dict[str, int], ...] = ()
+    kill: tuple[dict[str, int | str], ...] = ()
+    """`[{rank, step, times, how}]`, see `cluster/faults.py`; `how` is kill, raise or stop."""
+    witness: str | None = None
+    """Local folder in which every rank notes what its state really was, see `cluster/witness.py`."""
 
 
 class Config(Section):
@@ -228,7 +233,8 @@ class Config(Section):
                 "use train.groups=layer, or checkpoint.method=none"
             )
         for kill in self.faults.kill:
-            if kill.get("rank", 0) >= self.cluster.workers:
+            rank = kill.get("rank", 0)
+            if isinstance(rank, int) and rank >= self.cluster.workers:
                 raise ValueError(
                     f"faults.kill={kill!r}: with cluster.workers={self.cluster.workers} no such rank"
                 )

@@ -17,13 +17,13 @@ _ATTEMPTS = "layercheck/attempts"
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One life of the worker group. `ended` is None if it was cut off."""
+    """One life of the worker group. `reached` is its last journaled step, `ended` None if it was cut off."""
 
     number: int
     submission: str
     world_size: int
     r_b: int
-    began_s: float
+    reached: int
     ended: str | None
     receipt: dict[str, Any] | None
 
@@ -67,7 +67,7 @@ def _attempt(files: RunFiles, number: int) -> Attempt | None:
         submission=record["submission"],
         world_size=record["world_size"],
         r_b=record["r_b"],
-        began_s=files.modified_s(f"{name}.json"),
+        reached=max(record["r_b"], progress.get("step", 0)),
         ended=progress.get("ended"),
         receipt=_json(files, f"{name}.receipt.json"),
     )

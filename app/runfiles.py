@@ -29,10 +29,6 @@ class RunFiles:
         info = self._files.get_file_info(f"{self._root}/{path}")
         return bool(info.type == fs.FileType.File)
 
-    def modified_s(self, path: str) -> float:
-        """When a file was written last, seconds since 1970; 0 if the storage does not say."""
-        return float(self._files.get_file_info(f"{self._root}/{path}").mtime_ns or 0) / 1e9
-
     def read(self, path: str) -> bytes:
         """The whole file."""
         with self._files.open_input_stream(f"{self._root}/{path}") as stream:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.config import Config
+from app.failure_notes import count_failures
 from app.records import Attempt, StepRow, Write, read_attempts, read_steps, read_writes
 from app.runfiles import RunFiles
-from app.timeline import happenings, phases
 from app.train_result import TrainResult
 from layercheck.manifest import ENDED_WELL
 from layercheck.redact import without_secrets
@@ -42,15 +42,16 @@ def write_summary(config: Config, observed: Observed) -> dict[str, Any]:
         if before["status"] == "completed":
             return before
     attempts, steps, writes = read_attempts(files), read_steps(files), read_writes(files)
-    resumed = [_resumed(files, attempt) for attempt in attempts if attempt.receipt]
+    resumed = [_resumed(attempt.receipt) for attempt in attempts if attempt.receipt]
+    failed_groups = count_failures(files, observed.submission)
     summary = {
         "run": config.run.name,
         "status": observed.result.status,
         "config": without_secrets(config.resolved(), os.environ),
         "world_size": attempts[-1].world_size if attempts else config.cluster.workers,
         **_progress(observed, attempts, steps),
-        "attempts": len(attempts) or 1 + _failed_groups(files, observed.submission),
-        "failures": _failures(attempts, observed) if attempts else _failed_groups(files, observed.submission),
+        "attempts": len(attempts) or 1 + failed_groups,
+        "failures": _failures(attempts, observed) if attempts else failed_groups,
         "injected": observed.injected,
         "resumed": resumed,
         **_writes(writes),
@@ -60,21 +61,16 @@ def write_summary(config: Config, observed: Observed) -> dict[str, Any]:
     return summary
 
 
-def _resumed(files: RunFiles, attempt: Attempt) -> dict[str, Any]:
-    assert attempt.receipt is not None
-    found = {key: attempt.receipt.get(key) for key in _RECEIPT_KEYS}
-    kills = [files.modified_s(path) for path in files.paths("faults")]
-    detect_s, reschedule_s = phases(kills, happenings(files), attempt.began_s)
-    found["detect_s"] = detect_s if found["detect_s"] is None else found["detect_s"]
-    found["reschedule_s"] = reschedule_s if found["reschedule_s"] is None else found["reschedule_s"]
-    return {**found, "ages": {layer["name"]: layer["age"] for layer in attempt.receipt["layers"]}}
+def _resumed(receipt: dict[str, Any]) -> dict[str, Any]:
+    found = {key: receipt.get(key) for key in _RECEIPT_KEYS}
+    return {**found, "ages": {layer["name"]: layer["age"] for layer in receipt["layers"]}}
 
 
 def _progress(observed: Observed, attempts: list[Attempt], steps: list[StepRow]) -> dict[str, Any]:
     result = observed.result
     last = steps[-1] if steps else None
     final_loss = result.final_loss if result.final_loss is not None or last is None else last.loss
-    reached = max([result.steps, *(attempt.r_b for attempt in attempts), last.step if last else 0])
+    reached = max([result.steps, *(attempt.reached for attempt in attempts), last.step if last else 0])
     return {"steps": reached, "final_loss": final_loss}
 
 
@@ -82,10 +78,6 @@ def _failures(attempts: list[Attempt], observed: Observed) -> int:
     """Attempts that were cut off. The newest counts only if this submission ended without success."""
     past = [attempt for attempt in attempts[:-1] if attempt.ended not in ENDED_WELL]
     return len(past) + (observed.result.status == "failed")
-
-
-def _failed_groups(files: RunFiles, submission: str) -> int:
-    return sum(e.what == "failed" and e.submission == submission for e in happenings(files))
 
 
 def _writes(writes: list[Write]) -> dict[str, Any]:

@@ -15,21 +15,24 @@ from dataclasses import asdict
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from app.config import Config, load_config, parse
+from app.failure_notes import FailureNotes
 from app.runfiles import RunFiles
 from app.sources import check_source
 from app.summary import Observed, describe_resumed, describe_summary, write_summary
-from app.timeline import FailureNotes, note
 from app.train_result import TrainResult
 from cluster.client import connect
 from cluster.coordinator import start_coordinator
 from cluster.faults import FaultPlan
+from cluster.guard import GroupGuard, ray_train_limits
 from cluster.locks import prepare_extensions
 from cluster.preemption import Drains, WatchingTorchConfig, driver_signals
+from cluster.witness import Witness
 from layercheck.errors import ConfigError, LayerCheckError, PreemptedError
 
 EXIT_CODES = {"completed": 0, "failed": 1, "refused": 1, "fenced": 3, "preempted": os.EX_TEMPFAIL}
@@ -149,8 +152,9 @@ def _run(config: Config, *, takeover: bool) -> int:
 
 def _fit(config: Config, submission: str, takeover: bool) -> TrainResult:
     cluster = config.cluster
-    # Ray hands these variables on to its controller and workers.
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(cluster.health_check_s))
+    hang_s, wait_s = config.checkpoint.settings.hang_s, cluster.reschedule_wait_s
+    # What the environment sets already stands; Ray hands these variables on to its controller and workers.
+    os.environ |= ray_train_limits(cluster.health_check_s, hang_s, wait_s) | os.environ
     if config.checkpoint.method == "layercheck":
         start_coordinator(config.run.name, config.run.storage_root, config.checkpoint.settings)
     resources = {"CPU": cluster.cpus_per_worker}
@@ -173,7 +177,10 @@ def _fit(config: Config, submission: str, takeover: bool) -> TrainResult:
             failure_config=FailureConfig(
                 max_failures=cluster.max_failures, max_preemption_failures=cluster.max_preemption_failures
             ),
-            callbacks=[FailureNotes(config.run.folder, submission)],
+            callbacks=[
+                FailureNotes(config.run.folder, submission),
+                GroupGuard(config.run.name, config.run.storage_root, wait_s),
+            ],
         ),
     )
     grace_s = config.checkpoint.settings.preemption_grace_s
@@ -186,7 +193,11 @@ def _fit(config: Config, submission: str, takeover: bool) -> TrainResult:
         with driver_signals(_signals(config), grace_s, tell):
             returned = trainer.fit().return_value
     except TrainingFailedError as error:
-        return TrainResult("failed", message=str(error))
+        ours = getattr(error, "controller_failure", None)
+        return TrainResult("failed", message=str(ours if isinstance(ours, LayerCheckError) else error))
+    except RayActorError as error:
+        message = f"Ray Train's controller is gone: submit the run again ({error})"
+        return TrainResult("failed", message=message)
     return TrainResult(**returned)
 
 
@@ -212,8 +223,6 @@ def worker(arguments: dict[str, Any]) -> dict[str, Any]:
     context = ray.train.get_context()
     config, submission = parse(arguments["config"]), arguments["submission"]
     rank = context.get_world_rank()
-    if rank == 0:
-        note(RunFiles(config.run.folder), "entered", submission)
     _prepare_process(config)
     from app.train_loop import train  # imports deepspeed, which must see the prepared extensions
 
@@ -231,6 +240,7 @@ def worker(arguments: dict[str, Any]) -> dict[str, Any]:
             reporter=ray.train.report,
             faults=_fault_plan(config),
             drains=drains,
+            witness=Witness.of(config.faults.witness, rank),
         )
     except LayerCheckError as error:
         if error.retry_may_help:

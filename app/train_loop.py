@@ -46,6 +46,22 @@ class Drains(Protocol):
         ...
 
 
+class Witness(Protocol):
+    """What notes down the state that this rank really had."""
+
+    def built(self, engine: Any, for_recovery: bool) -> None:
+        """The engine is there."""
+        ...
+
+    def begun(self, point: ResumePoint) -> None:
+        """The attempt has begun."""
+        ...
+
+    def stepped(self, step: int) -> None:
+        """The optimizer has stepped."""
+        ...
+
+
 def train(
     config: Config,
     *,
@@ -57,6 +73,7 @@ def train(
     reporter: Reporter | None = None,
     faults: Faults | None = None,
     drains: Drains | None = None,
+    witness: Witness | None = None,
 ) -> TrainResult:
     """Trains to the last step, from wherever the store says. All ranks call it; it is one collective.
 
@@ -68,8 +85,9 @@ def train(
         submission: the same for all restarts of one submission.
         takeover: fence off another submission even if it is alive.
         reporter: called on all ranks at the same steps, every `report_every_s`; may be a barrier.
-        faults: kills to inject.
+        faults: failures to inject.
         drains: asked whenever progress is reported.
+        witness: notes what the state really was.
 
     Returns:
         `completed`, `preempted` when the end was announced and all was saved, or `fenced` when a newer
@@ -77,10 +95,14 @@ def train(
     """
     init_distributed(config)
     job, session = _set_up(config, rank, world_size, coordinator, submission, takeover)
+    if witness is not None:
+        witness.built(job.engine, job.for_recovery)
     try:
         point = session.resume()
         _check_weights_are_there(job, point)
-        return _run_steps(job, session, point, reporter, faults, drains)
+        if witness is not None:
+            witness.begun(point)
+        return _run_steps(job, session, point, reporter, faults, drains, witness)
     except FencedError as fenced:
         log.warning("%s", fenced)
         session.close("fenced")
@@ -150,6 +172,7 @@ def _run_steps(
     reporter: Reporter | None,
     faults: Faults | None,
     drains: Drains | None,
+    witness: Witness | None,
 ) -> TrainResult:
     meter = Meter(job.config, job.total_steps)
     state: TrainerState = dict(point.trainer_state)
@@ -158,6 +181,8 @@ def _run_steps(
         set_lr(job.engine, lr_at(step - 1 - job.engine.skipped_steps, job.total_steps, job.config.train))
         loss, report_due = mean_over_ranks(job, one_step(job, step), meter.report_due())
         state = _trainer_state(job, step, loss)
+        if witness is not None:
+            witness.stepped(step)
         report = session.after_step(step, state)
         meter.end(step, loss, report)
         if report.preempted:

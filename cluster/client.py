@@ -1,6 +1,7 @@
 """How a worker reaches the coordinator's actor: each call with a limit, over restarts of the actor."""
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -34,6 +35,16 @@ def connect(
         factory: as for `start_coordinator`.
     """
     return ActorClient(run, storage, parse_config(config), limit_s, factory)
+
+
+def note_failure(run: str, storage: str) -> None:
+    """Tells the coordinator that the workers failed; `reschedule_s` of the next attempt counts from here.
+
+    Waits for nothing: whoever restarts workers has no time for a coordinator that is gone as well.
+    """
+    with suppress(ValueError):  # nobody of this name: then nobody measures
+        actor = ray.get_actor(coordinator_name(run, storage), namespace=NAMESPACE)
+        actor.call.remote("note_failure")
 
 
 class ActorClient:
@@ -90,10 +101,6 @@ class ActorClient:
 
     def status(self) -> dict[str, Any]:  # noqa: D102
         return dict(self._call("status"))
-
-    def note_failure(self) -> None:
-        """The driver saw the workers fail; the next attempt's `reschedule_s` counts from here."""
-        self._call("note_failure")
 
     def announce_end(self, submission: str, grace_s: float) -> None:
         """The driver of `submission` will be ended in `grace_s` seconds: all ranks are to save before."""

@@ -1,22 +1,30 @@
-"""Kills a worker at a named rank and step, once: how a failure is injected into a real run."""
+"""Ends or stops a worker at a named rank and step, once: how a failure is injected into a real run."""
 
 import json
 import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 from layercheck.errors import ConfigError
+
+How = Literal["kill", "raise", "stop"]
+"""SIGKILL, an exception of the train function, or SIGSTOP: a process that is there and does nothing."""
+
+
+class InjectedError(RuntimeError):
+    """The exception of a fault `how: raise`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """SIGKILL of `rank` after optimizer step `step`, at most `times` times in the life of the run."""
+    """What befalls `rank` after optimizer step `step`, at most `times` times in the life of the run."""
 
     rank: int
     step: int
     times: int = 1
+    how: How = "kill"
 
     def marker(self, index: int) -> str:
         """Name of the file that says that kill number `index` (from 0) was carried out."""
@@ -32,7 +40,7 @@ class FaultPlan:
 
     @classmethod
     def parse(cls, entries: list[dict[str, Any]], storage: str, run: str) -> Self:
-        """Reads `[{rank: 1, step: 40, times: 1}, ...]`.
+        """Reads `[{rank: 1, step: 40, times: 1, how: kill}, ...]`.
 
         Raises:
             ConfigError: an entry is wrong, or the storage is not a local path.
@@ -43,10 +51,14 @@ class FaultPlan:
         return cls(folder, tuple(_parse_fault(entry) for entry in entries))
 
     def maybe_kill(self, rank: int, step: int) -> None:
-        """Ends this process by SIGKILL if a fault names this rank and step and was not carried out yet."""
+        """Ends or stops this process if a fault names this rank and step and was not carried out yet.
+
+        Raises:
+            InjectedError: for a fault `how: raise`.
+        """
         for fault in self.faults:
             if (fault.rank, fault.step) == (rank, step) and self._claim(fault):
-                os.kill(os.getpid(), signal.SIGKILL)
+                _carry_out(fault)
 
     def injected(self) -> list[dict[str, int]]:
         """The kills so far as `{rank, step}`, for `summary.json`."""
@@ -72,6 +84,12 @@ class FaultPlan:
         return True
 
 
+def _carry_out(fault: Fault) -> None:
+    if fault.how == "raise":
+        raise InjectedError(f"fault: rank {fault.rank} raises after step {fault.step}")
+    os.kill(os.getpid(), signal.SIGSTOP if fault.how == "stop" else signal.SIGKILL)
+
+
 def injected_faults(folder: Path) -> list[dict[str, int]]:
     """The kills whose markers are in `folder`, in step order. Read from the names: a kill may cut a file."""
     found = []
@@ -85,11 +103,13 @@ def _parse_fault(entry: dict[str, Any]) -> Fault:
     try:
         fault = Fault(**entry)
     except TypeError:
-        raise ConfigError(f"faults: {entry!r} must have the keys rank, step and perhaps times") from None
+        raise ConfigError(f"faults: {entry!r} must have the keys rank, step and perhaps times, how") from None
     for key, least in (("rank", 0), ("step", 1), ("times", 1)):
         value = getattr(fault, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"faults: {key}={value!r} must be an integer of at least {least}")
+    if fault.how not in get_args(How):
+        raise ConfigError(f"faults: how={fault.how!r} is none of {', '.join(get_args(How))}")
     return fault
 
 

@@ -1,7 +1,7 @@
-"""A private Ray head: own ports, own temporary folder, own token, own process group.
+"""A private Ray head and further nodes of it: own ports, own temporary folder, own token, own process groups.
 
-It joins no other cluster of the machine and no other cluster's commands reach it; it is ended by its process
-group alone, never by `ray stop`, which would end every cluster of the host.
+They join no other cluster of the machine and no other cluster's commands reach them; each is ended by its
+process group alone, never by `ray stop`, which would end every cluster of the host.
 """
 
 import os
@@ -15,26 +15,25 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from layercheck.errors import LayerCheckError
 
-_PORT_FLAGS = (
-    "--port",
+_NODE_PORT_FLAGS = (
     "--node-manager-port",
     "--object-manager-port",
-    "--ray-client-server-port",
-    "--dashboard-port",
     "--dashboard-agent-listen-port",
     "--dashboard-agent-grpc-port",
     "--metrics-export-port",
     "--runtime-env-agent-port",
 )
+_HEAD_PORT_FLAGS = ("--port", "--ray-client-server-port", "--dashboard-port", *_NODE_PORT_FLAGS)
 _NUM_WORKER_PORTS = 60
 _POLITE_S = 8.0
 _STOP_S = 15.0
@@ -46,35 +45,38 @@ class HeadError(LayerCheckError):
 
 
 @dataclass
-class PrivateHead:
-    """A head started by `start_head`; also a context manager that stops it.
+class PrivateNode:
+    """One node and all processes on it; also a context manager that stops it.
 
     Attributes:
-        address: `127.0.0.1:port`, for `ray.init(address=...)` and RAY_ADDRESS.
-        dashboard: `http://127.0.0.1:port`, for job submission.
-        folder: private folder of this head; holds token, log and Ray's own folder; removed at the end.
+        folder: private folder of this node; removed at the end.
+        process: `ray start --block`.
     """
 
-    address: str
-    dashboard: str
     folder: Path
     process: subprocess.Popen[bytes] = field(repr=False)
 
     @property
-    def env(self) -> dict[str, str]:
-        """Variables that a client of this head needs."""
-        return {"RAY_ADDRESS": self.address, **_auth_env(self.folder)}
-
-    @property
     def log(self) -> Path:
         """What `ray start` printed."""
-        return self.folder / "head.log"
+        return self.folder / "ray.log"
 
     def stop(self) -> None:
-        """Ends the head and every process of its group, then removes its folder."""
-        if not _end(self):
-            raise HeadError(f"processes of the head {self.process.pid} do not end: {_members(self)}")
+        """Ends every process of the node, then removes its folder."""
+        self._check_ended(_end(self))
+
+    def kill(self) -> None:
+        """SIGKILL to every process at once, as when a machine is lost, then removes the folder."""
+        self._check_ended(_kill_all(self))
+
+    def _check_ended(self, ended: bool) -> None:
+        if not ended:
+            raise HeadError(f"processes of the node {self.process.pid} do not end: {self.members()}")
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def members(self) -> list[int]:
+        """Living processes of the node: its process group, and job drivers, which make own groups."""
+        return _members(self)
 
     def __enter__(self) -> Self:
         return self
@@ -83,6 +85,24 @@ class PrivateHead:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+@dataclass
+class PrivateHead(PrivateNode):
+    """A head started by `start_head`. Its folder also holds the token and Ray's own folder.
+
+    Attributes:
+        address: `127.0.0.1:port`, for `ray.init(address=...)` and RAY_ADDRESS.
+        dashboard: `http://127.0.0.1:port`, for job submission.
+    """
+
+    address: str
+    dashboard: str
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Variables that a client of this head needs."""
+        return {"RAY_ADDRESS": self.address, **_auth_env(self.folder)}
 
 
 def start_head(
@@ -98,14 +118,39 @@ def start_head(
     Raises:
         HeadError: it ended or did not answer in time; the end of its log is in the message.
     """
+    return _with_retries(lambda: _start_once(num_cpus, ready_s, env or {}))
+
+
+def start_node(head: PrivateHead, num_cpus: int, ready_s: float = 60) -> PrivateNode:
+    """Starts one more node of a head's cluster on this machine. Stop it before the head.
+
+    Raises:
+        HeadError: it ended or did not come up in time.
+    """
+    return _with_retries(lambda: _start_node_once(head, num_cpus, ready_s))
+
+
+Started = TypeVar("Started", bound=PrivateNode)
+
+
+def _with_retries(start: Callable[[], Started]) -> Started:
     for tries_left in (2, 1, 0):
         try:
-            return _start_once(num_cpus, ready_s, env or {})
+            return start()
         except HeadError as error:
             # Between the search for free ports and the start somebody else may have taken one.
             if not (error.facts.get("ended") and tries_left):
                 raise
     raise AssertionError("unreachable")
+
+
+def _start_node_once(head: PrivateHead, num_cpus: int, ready_s: float) -> PrivateNode:
+    folder = Path(tempfile.mkdtemp(prefix="lc-", dir="/tmp"))
+    command = [*_START, "--address", head.address, *_port_arguments(_NODE_PORT_FLAGS)]
+    process = _launch([*command, "--num-cpus", str(num_cpus)], folder, {**head.env, _MARK: str(folder)})
+    node = PrivateNode(folder=folder, process=process)
+    _ready_or_stop(node, lambda: True, ready_s)
+    return node
 
 
 def _start_once(num_cpus: int | None, ready_s: float, env: dict[str, str]) -> PrivateHead:
@@ -114,50 +159,53 @@ def _start_once(num_cpus: int | None, ready_s: float, env: dict[str, str]) -> Pr
     # Not the folder itself: Ray opens its temporary folder to everybody (mode 0777), and with it the token.
     (folder / "r").mkdir()
     _write_token(folder)
-    ports = dict(zip(_PORT_FLAGS, _free_ports(len(_PORT_FLAGS)), strict=True))
+    ports = dict(zip(_HEAD_PORT_FLAGS, _free_ports(len(_HEAD_PORT_FLAGS)), strict=True))
     address = f"127.0.0.1:{ports['--port']}"
     # The workers need the address too: parts of Ray Train look for a cluster by themselves and give up, or
     # find a foreign one, where the machine has several.
     own = {"RAY_ADDRESS": address, **_auth_env(folder), _MARK: str(folder)}
-    with open(folder / "head.log", "wb") as log:
-        process = subprocess.Popen(
-            _command(folder, ports, num_cpus),
-            env={**_clean_env(), **env, **own},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process = _launch(_command(folder, ports, num_cpus), folder, {**env, **own})
     head = PrivateHead(
         address=address,
         dashboard=f"http://127.0.0.1:{ports['--dashboard-port']}",
         folder=folder,
         process=process,
     )
-    try:
-        _wait_ready(head, ready_s)
-    except BaseException:
-        head.stop()
-        raise
+    token = (folder / "token").read_text()
+    _ready_or_stop(head, lambda: _answers(f"{head.dashboard}/api/jobs/", token), ready_s)
     return head
 
 
+_RAY = (sys.executable, "-m", "ray.scripts.scripts")
+_START = (*_RAY, "start", "--block", "--disable-usage-stats", "--node-ip-address", "127.0.0.1")
+
+
 def _command(folder: Path, ports: dict[str, int], num_cpus: int | None) -> list[str]:
-    low = _free_range(_NUM_WORKER_PORTS)
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
-    command += [
-        "--node-ip-address",
-        "127.0.0.1",
-        "--dashboard-host",
-        "127.0.0.1",
-        "--temp-dir",
-        str(folder / "r"),
-    ]
-    command += ["--include-dashboard", "true", "--disable-usage-stats"]
-    command += ["--min-worker-port", str(low), "--max-worker-port", str(low + _NUM_WORKER_PORTS - 1)]
+    command = [*_START, "--head", "--dashboard-host", "127.0.0.1", "--include-dashboard", "true"]
+    command += ["--temp-dir", str(folder / "r"), *_worker_ports()]
     for flag, port in ports.items():
         command += [flag, str(port)]
     return command + (["--num-cpus", str(num_cpus)] if num_cpus is not None else [])
+
+
+def _launch(command: Sequence[str], folder: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    with open(folder / "ray.log", "wb") as log:
+        return subprocess.Popen(
+            command,
+            env={**_clean_env(), **env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _ready_or_stop(node: PrivateNode, answers: Callable[[], bool], ready_s: float) -> None:
+    try:
+        _wait_ready(node, answers, ready_s)
+    except BaseException:
+        node.stop()
+        raise
 
 
 def _clean_env() -> dict[str, str]:
@@ -176,6 +224,16 @@ def _write_token(folder: Path) -> None:
     fd = os.open(folder / "token", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     os.write(fd, secrets.token_hex(32).encode())
     os.close(fd)
+
+
+def _port_arguments(flags: Sequence[str]) -> list[str]:
+    pairs = zip(flags, _free_ports(len(flags)), strict=True)
+    return [text for flag, port in pairs for text in (flag, str(port))] + _worker_ports()
+
+
+def _worker_ports() -> list[str]:
+    low = _free_range(_NUM_WORKER_PORTS)
+    return ["--min-worker-port", str(low), "--max-worker-port", str(low + _NUM_WORKER_PORTS - 1)]
 
 
 def _free_ports(count: int) -> list[int]:
@@ -208,17 +266,16 @@ def _is_free(port: int) -> bool:
         return True
 
 
-def _wait_ready(head: PrivateHead, limit_s: float) -> None:
-    token = (head.folder / "token").read_text()
+def _wait_ready(node: PrivateNode, answers: Callable[[], bool], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while True:
-        if head.process.poll() is not None:
-            code = head.process.returncode
-            raise HeadError(f"the Ray head ended with code {code}:\n{_tail(head.log)}", ended=True)
-        if b"Ray runtime started" in head.log.read_bytes() and _answers(f"{head.dashboard}/api/jobs/", token):
+        if node.process.poll() is not None:
+            code = node.process.returncode
+            raise HeadError(f"the Ray node ended with code {code}:\n{_tail(node.log)}", ended=True)
+        if b"Ray runtime started" in node.log.read_bytes() and answers():
             return
         if time.monotonic() > deadline:
-            raise HeadError(f"the Ray head was not ready within {limit_s:g} s:\n{_tail(head.log)}")
+            raise HeadError(f"the Ray node was not ready within {limit_s:g} s:\n{_tail(node.log)}")
         time.sleep(0.2)
 
 
@@ -235,31 +292,39 @@ def _tail(path: Path, num_chars: int = 2000) -> str:
     return path.read_text(errors="replace")[-num_chars:]
 
 
-def _end(head: "PrivateHead") -> bool:
-    """SIGTERM to the head, then SIGKILL to all that it started; True once nobody of it is left."""
-    head.process.terminate()  # the leader alone: it ends its children in an order that lets the raylet go
-    for patience_s in (_POLITE_S, _STOP_S):
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline:
-            head.process.poll()
-            members = _members(head)
-            if not members:
-                return True
-            time.sleep(0.1)
+def _end(node: PrivateNode) -> bool:
+    """SIGTERM to the leader, then SIGKILL to all that it started; True once nobody of it is left."""
+    node.process.terminate()  # the leader alone: it ends its children in an order that lets the raylet go
+    deadline = time.monotonic() + _POLITE_S
+    while time.monotonic() < deadline:
+        node.process.poll()
+        if not _members(node):
+            return True
+        time.sleep(0.1)
+    return _kill_all(node)
+
+
+def _kill_all(node: PrivateNode) -> bool:
+    """SIGKILL until nobody is left: those that die last may still have started others."""
+    deadline = time.monotonic() + _STOP_S
+    while members := _members(node):
         for pid in members:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    return False
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+        node.process.poll()
+    return True
 
 
-def _members(head: "PrivateHead") -> list[int]:
-    """Living processes of the head: its process group, and job drivers, which make own groups."""
-    mark = f"{_MARK}={head.folder}".encode()
+def _members(node: PrivateNode) -> list[int]:
+    mark = f"{_MARK}={node.folder}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             state, _, group, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-            ours = int(group) == head.process.pid or mark in (folder / "environ").read_bytes().split(b"\0")
+            ours = int(group) == node.process.pid or mark in (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue  # gone meanwhile, or another user's
         if ours and state not in "ZX":

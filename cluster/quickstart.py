@@ -99,10 +99,8 @@ def _show(kill_step: int) -> int:
     killed, without = read_summary(RUNS / "quickstart"), read_summary(RUNS / "quickstart-nofailure")
     receipts = read_receipts(RUNS / "quickstart")
     print()
-    for receipt, resumed in zip(receipts, killed["resumed"], strict=True):
-        # Only the driver knows when it saw the failure; the session that wrote the receipt does not.
-        seconds = {key: resumed[key] for key in ("detect_s", "reschedule_s")}
-        print(show_receipt(receipt.model_copy(update=seconds)))
+    for receipt in receipts:
+        print(show_receipt(receipt))
     if receipts:
         print("\nthe two runs")
         print(show_comparison(killed, without, full_bytes=receipts[0].nbytes))

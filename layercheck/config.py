@@ -69,6 +69,8 @@ class LayerCheckConfig(BaseModel):
     idle_s: float = Field(3600, gt=0)
     scrub_hours: float = Field(24, ge=0)
     """Every live byte is read again and checked once in so many hours, in the background; 0: never."""
+    hang_s: float = Field(1800, ge=0)
+    """A rank without a step for so long ends its own process (`watchdog.py`); 0 switches this off."""
     staging_bytes: int | None = Field(None, gt=0)
     """Host memory for copies in flight. Default: min(a quarter of free memory, this rank's full state)."""
     write_retries: int = Field(8, ge=0)

@@ -15,6 +15,7 @@ from layercheck.errors import FencedError, NonFiniteStateError
 from layercheck.manifest import DriftReport, TrainerState
 from layercheck.tracking.drift import DriftMeter
 from layercheck.tracking.notices import RankNotices
+from layercheck.watchdog import Watchdog
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
@@ -28,12 +29,14 @@ class Exchange:
     Args:
         zero3: the engine.
         meter: measures it.
+        watchdog: told of every step and every look at the news.
         run: name of the run, for errors.
     """
 
-    def __init__(self, zero3: Zero3Engine, meter: DriftMeter, run: str) -> None:
+    def __init__(self, zero3: Zero3Engine, meter: DriftMeter, watchdog: Watchdog, run: str) -> None:
         self._zero3 = zero3
         self._meter = meter
+        self._watchdog = watchdog
         self._run = run
 
     def step(self, opened: Attempt, step: int, state: TrainerState) -> None:
@@ -44,7 +47,9 @@ class Exchange:
             NonFiniteStateError: the state of a step is poisoned; nothing of it was or will be committed.
         """
         opened.unreported[step] = state
-        self._hear(opened, self._meter.exchange(step, self._notices(opened, state)))
+        reports = self._meter.exchange(step, self._notices(opened, state))
+        self._watchdog.beat(step)
+        self._hear(opened, reports)
 
     def settle(self, opened: Attempt) -> bool:
         """Waits for the reports on their way: then the newest step is known to be complete. No collective.
@@ -74,6 +79,7 @@ class Exchange:
             opened.link.wait_for_answer(ANSWER_S)
         is_late = opened.link is not None and time.monotonic() > deadline
         report = self._meter.reduce(step, replace(opened.notices(), error=is_late))
+        self._watchdog.beat(step)
         self._refuse_fenced(opened, report)
         self._observe(opened, report)
         return report

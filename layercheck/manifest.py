@@ -376,8 +376,9 @@ class Receipt(Record):
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where training goes on. `step` is the first step to run: 1 on a fresh run."""
+    """Where training goes on, and as which attempt. `step` is the first step to run: 1 on a fresh run."""
 
     step: int
     trainer_state: TrainerState = field(default_factory=dict)
     receipt: Receipt | None = None
+    attempt: int = 0

@@ -35,6 +35,7 @@ from layercheck.step_report import StepReport
 from layercheck.tracking.drift import DriftMeter
 from layercheck.tracking.policy import decide
 from layercheck.tracking.preemption import last_parts
+from layercheck.watchdog import Watchdog
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,8 @@ class Session:
         self._recovered_rng: RngState | None = None
         self._overlap = overlap_of(zero3)
         self.meter = DriftMeter(zero3, config.drift)
-        self._ranks = Exchange(zero3, self.meter, submission.run)
+        self.watchdog = Watchdog(config.hang_s)
+        self._ranks = Exchange(zero3, self.meter, self.watchdog, submission.run)
         self._open: Attempt | None = None
 
     # ------------------------------------------------------------------ resume
@@ -137,10 +139,11 @@ class Session:
             receipt,
             self._overlap,
         )
+        self.watchdog.start(grant.r_b)
         plan = grant.plan
         if plan is None:
             self._step_zero()
-            return ResumePoint(step=1)
+            return ResumePoint(step=1, attempt=opened.number)
         self._zero3.set_global_state(plan.resume_step - 1, plan.trainer_state)
         opened.step, opened.skipped = self._zero3.step, self._zero3.skipped
         self.meter.take(opened.step, self._zero3.slices)
@@ -150,7 +153,7 @@ class Session:
             opened.link.note_receipt(receipt)
             log.warning("%s", in_words(receipt))
         self.restore_rng()
-        return ResumePoint(plan.resume_step, plan.trainer_state, receipt)
+        return ResumePoint(plan.resume_step, plan.trainer_state, receipt, opened.number)
 
     def restore_rng(self) -> None:
         """Puts the recovered generators back; `resume` does it. Again for a loop that draws before step 1."""
@@ -263,7 +266,8 @@ class Session:
             rng = random_state.capture() if self._rng == "captured" else None
             wait_s = opened.limited_s(self._config.storage_wait_s)
             submit = partial(opened.writer.submit, pending=self.meter.newest_pending)
-            snapshot = opened.taker.take(event, decision, state, submit, rng, wait_s)
+            with self.watchdog.phase("copying a snapshot", wait_s):
+                snapshot = opened.taker.take(event, decision, state, submit, rng, wait_s)
         except StorageError as error:
             # The writer reports this event as lost; its drift comes back by the notice (I9).
             opened.alert(f"event {event.folder} is lost: {error}")
@@ -365,6 +369,7 @@ class Session:
         self.meter.close()
         if self._open is not None and how == "completed":
             self._settle(self._open)
+        self.watchdog.close()
         opened, self._open = self._open, None
         if opened is None:
             return

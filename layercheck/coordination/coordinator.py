@@ -78,6 +78,7 @@ class Coordinator:
         self._fenced = False
         self._recovered = False
         self._failure_at: float | None = None
+        self._outage: tuple[float | None, float | None] = (None, None)
         if storage.size(journal.RUN_FILE) is not None:
             self._adopt(journal.load_facts(storage))
 
@@ -163,9 +164,9 @@ class Coordinator:
             journal.write_receipt(self._storage, attempt, receipt)
 
     def note_failure(self) -> None:
-        """The driver saw the workers fail; starts the clock of `reschedule_s`."""
+        """Workers failed; the first word of it since the attempt began starts the clock of `reschedule_s`."""
         with self._lock:
-            self._failure_at = self._clock()
+            self._failure_at = self._failure_at or self._clock()
 
     # ------------------------------------------------------------ events
 
@@ -235,6 +236,9 @@ class Coordinator:
                 return
             if self._heart.is_due():
                 self._journal_heartbeat()
+            if self._failure_at is None and (silence := self._heart.take_silence()):
+                self._alerts.recent.append(silence)  # not for rank 0, whose silence it is
+                self._say(silence)
             for event in self._book.expire(self._clock(), self._config.event_timeout_s):
                 self._alerts.add(f"event of step {event.step} is lost: {self._book.lost[event]}")
             committed = False
@@ -287,16 +291,14 @@ class Coordinator:
         notes = list(claim.facts.notes)
         if claim.plan is None:
             notes.append(f"run {claim.facts.run.name} holds no step yet: it starts afresh")
-        detect_s, reschedule_s = self._heart.seconds_around(self._failure_at)
+        if self._record is None or self._record.token != claim.record.token:
+            # Between two submissions it was a person who took the time.
+            is_restart = self._record is not None and self._record.submission == claim.record.submission
+            self._outage = self._heart.seconds_around(self._failure_at if is_restart else None)
         self._adopt(claim.facts, claim.plan)
-        return AttemptGrant(
-            attempt=claim.record.attempt,
-            r_b=claim.record.r_b,
-            plan=claim.plan,
-            detect_s=detect_s,
-            reschedule_s=reschedule_s,
-            notes=tuple(notes),
-        )
+        detect_s, reschedule_s = self._outage
+        record = claim.record
+        return AttemptGrant(record.attempt, record.r_b, claim.plan, detect_s, reschedule_s, tuple(notes))
 
     def _adopt(self, facts: StoreFacts, plan: RecoveryPlan | None = None) -> None:
         """Makes the newest attempt of the store the current one; all older ones are fenced off."""

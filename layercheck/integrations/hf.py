@@ -131,6 +131,13 @@ class LayerCheckCallback(TrainerCallback):
         if self.session.after_step(state.global_step, ours).preempted:
             self._preempted = control.should_training_stop = True
 
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """An evaluation makes no step; each of its batches shows that it does not hang."""
+        if self._session is not None:
+            self._session.watchdog.beat(state.global_step)
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:

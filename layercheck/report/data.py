@@ -165,7 +165,7 @@ def gather(storage: Storage, run: Storage, facts: StoreFacts) -> RunReport:
     status, summary = summarize(facts), _summary(run)
     kept = _in_lineage(facts, metrics)
     steps = max([status["step"], *(w.event.step for w in writes if _is_live(facts, w.event))])
-    attempts = tuple(_attempts(facts, summary))
+    attempts = tuple(_attempts(facts))
     return RunReport(
         run=facts.run.name,
         optimizer=facts.run.optimizer,
@@ -239,7 +239,7 @@ def _full_bytes(facts: StoreFacts, status: dict[str, Any]) -> int:
 
 
 def _summary(run: Storage) -> dict[str, Any]:
-    """What the application wrote about the run, empty without: it saw the driver's side of a failure."""
+    """What the application wrote about the run, empty without."""
     try:
         found = json.loads(run.read("summary.json"))
     except (StorageError, ValueError):
@@ -247,8 +247,7 @@ def _summary(run: Storage) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _attempts(facts: StoreFacts, summary: dict[str, Any]) -> list[AttemptRow]:
-    seen = {resumed.get("attempt"): resumed for resumed in summary.get("resumed", [])}
+def _attempts(facts: StoreFacts) -> list[AttemptRow]:
     rows = []
     for number, record in sorted(facts.attempts.items()):
         beat = facts.progress.get(number)
@@ -261,18 +260,10 @@ def _attempts(facts: StoreFacts, summary: dict[str, Any]) -> list[AttemptRow]:
                 reached=max(record.r_b, beat.step if beat else 0, facts.newest_commit_step(number)),
                 ended=beat.ended if beat else None,
                 reason=beat.reason if beat else "",
-                receipt=_with_seconds(facts.receipts.get(number), seen.get(number, {})),
+                receipt=facts.receipts.get(number),
             )
         )
     return rows
-
-
-def _with_seconds(receipt: dict[str, Any] | None, seen: dict[str, Any]) -> dict[str, Any] | None:
-    """A receipt with the phases that only the driver could time."""
-    if receipt is None:
-        return None
-    missing = {key: seen.get(key) for key in ("detect_s", "reschedule_s") if receipt.get(key) is None}
-    return receipt | missing
 
 
 def _layers(facts: StoreFacts, status: dict[str, Any], writes: list[LayerWritten]) -> list[LayerRow]:

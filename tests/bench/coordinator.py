@@ -8,8 +8,8 @@ arrives as bytes, as over Ray, and is unpickled inside the measured time. The sh
 bytes never pass the coordinator, but collection has to delete them.
 
 `records_per_s` counts rows (one layer of one rank) against all the time spent in calls, `records_per_cpu_s`
-against the processor time of it: what is left of the figure on a machine that others use, too. A commit takes from
-the arrival of the last rank's rows to the durable commit.
+against the processor time of it: what is left of the figure on a machine that others use, too. A commit takes
+from the arrival of the last rank's rows to the durable commit.
 """
 
 import argparse

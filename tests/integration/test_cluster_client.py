@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from cluster import coordinator as coordinator_module
-from cluster.client import ActorClient, connect
+from cluster.client import ActorClient, connect, note_failure
 from cluster.coordinator import NAMESPACE, coordinator_name, start_coordinator
 from layercheck.config import LayerCheckConfig
 from layercheck.errors import CoordinatorLostError, FencedError, RunIsLiveError, StorageError
@@ -134,8 +134,14 @@ def test_a_living_actor_works_by_the_settings_of_the_submission_that_got_the_att
 
 
 def test_a_failure_that_the_driver_saw_reaches_the_coordinator(client, tmp_path):
-    client.note_failure()
-    assert (tmp_path / "run" / "failure").exists()
+    client.status()
+    note_failure("run", str(tmp_path))
+    wait_until((tmp_path / "run" / "failure").exists)
+
+
+def test_a_failure_without_a_coordinator_is_nobodys_business(ray_cluster, tmp_path):
+    note_failure("nobody", str(tmp_path))
+    assert not exists("nobody", tmp_path)
 
 
 def test_the_actor_ends_by_itself_when_no_heartbeat_comes(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.faults import FaultPlan, injected_faults
+from cluster.faults import FaultPlan, InjectedError, injected_faults
 from layercheck.errors import ConfigError
 
 STEPS = """
@@ -47,6 +47,18 @@ def test_the_marker_is_on_disk_before_the_kill(tmp_path, monkeypatch):
     assert seen == [(signal.SIGKILL, [{"rank": 0, "step": 2}])]
 
 
+def test_a_fault_may_raise_or_stop_instead(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda pid, sig: sent.append((pid, sig)))
+    entries = [{"rank": 0, "step": 2, "how": "stop"}, {"rank": 0, "step": 3, "how": "raise"}]
+    plan = FaultPlan.parse(entries, str(tmp_path), "run")
+    plan.maybe_kill(0, 2)
+    assert sent == [(os.getpid(), signal.SIGSTOP)]
+    with pytest.raises(InjectedError, match="rank 0 raises after step 3"):
+        plan.maybe_kill(0, 3)
+    plan.maybe_kill(0, 3)
+
+
 def test_no_faults_touch_nothing(tmp_path):
     plan = FaultPlan.parse([], str(tmp_path), "run")
     plan.maybe_kill(0, 1)
@@ -62,6 +74,7 @@ def test_no_faults_touch_nothing(tmp_path):
         ({"rank": -1, "step": 2}, "rank=-1"),
         ({"rank": 1, "step": "2"}, "step='2'"),
         ({"rank": 1, "step": 2, "times": 0}, "times=0"),
+        ({"rank": 1, "step": 2, "how": "hang"}, "how='hang'"),
     ],
 )
 def test_a_wrong_fault_is_refused_by_name(entry, message):

@@ -36,6 +36,7 @@ def head() -> Iterator[PrivateHead]:
 def project(tmp_path: Path) -> Path:
     """A working folder whose `app` ends with the code it is told."""
     (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__init__.py").touch()  # else any other `app` of the path goes before it
     (tmp_path / "app" / "__main__.py").write_text(PROGRAM)
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "huge").write_bytes(b"x" * 1000)

@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from app.config import Config, load_config
+from app.failure_notes import FailureNotes
 from app.records import read_steps, read_writes
 from app.runfiles import RunFiles
 from app.summary import Observed, describe_resumed, describe_summary, write_summary
-from app.timeline import Happening, phases
 from app.train_result import TrainResult
 from layercheck.errors import StorageError
 
@@ -36,8 +36,8 @@ RECEIPT = {
     "lost_steps": 1.5,
     "nbytes": 100,
     "layers": [{"name": "layers.0", "age": 3}, {"name": "norm", "age": 0}],
-    "detect_s": None,
-    "reschedule_s": None,
+    "detect_s": 0.5,
+    "reschedule_s": 9.5,
     "plan_s": 0.1,
     "fetch_s": 0.2,
     "install_s": 0.3,
@@ -139,36 +139,23 @@ def test_a_failed_run_counts_its_last_attempt_as_a_failure(config: Config) -> No
     assert (summary["status"], summary["failures"], summary["final_loss"]) == ("failed", 2, 4.0)
 
 
+def test_a_run_that_was_cut_off_before_its_metrics_were_written_says_how_far_it_came(config: Config) -> None:
+    _json(Path(config.run.folder, "layercheck/attempts/a002.progress.json"), {"ended": None, "step": 9})
+    assert write_summary(config, replace(OBSERVED, result=TrainResult("failed")))["steps"] == 9
+
+
 def test_a_damaged_commit_is_left_out(config: Config) -> None:
     path = Path(config.run.folder, "layercheck/events/step-00000006.a002.p01/commit.parquet")
     path.write_bytes(path.read_bytes()[:-9])
     assert len(read_writes(RunFiles(config.run.folder))) == 2
 
 
-EVENTS = [
-    Happening("entered", 10.0, "s"),
-    Happening("failed", 50.5, "s"),
-    Happening("entered", 60.0, "s"),
-    Happening("failed", 80.0, "s"),
-    Happening("entered", 95.0, "s"),
-]
-
-
-@pytest.mark.parametrize(
-    ("kills", "began_s", "expected"),
-    [
-        ([50.0], 61.0, (0.5, 9.5)),
-        ([50.0], 96.0, (None, 15.0)),
-        ([50.0, 79.0], 96.0, (1.0, 15.0)),
-        ([], 61.0, (None, 9.5)),
-        ([], 11.0, (None, None)),
-        ([], 5.0, (None, None)),
-    ],
-)
-def test_the_phases_of_a_recovery_are_those_just_before_its_attempt(
-    kills: list[float], began_s: float, expected: tuple[float | None, float | None]
-) -> None:
-    assert phases(kills, EVENTS, began_s) == expected
+def test_a_run_without_a_coordinator_counts_the_failures_of_its_submission(tmp_path: Path) -> None:
+    config = load_config("tiny", [f"run.storage={tmp_path}", "checkpoint.method=none"])
+    for submission in ("mine", "mine", "earlier"):
+        FailureNotes(config.run.folder, submission).after_exception(None, {1: ValueError("boom")})
+    summary = write_summary(config, OBSERVED)
+    assert (summary["attempts"], summary["failures"]) == (3, 2)
 
 
 def test_a_storage_that_cannot_be_written_is_named_with_its_setting(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@ from pathlib import Path
 import pytest
 
 from layercheck.coordination import journal
+from layercheck.coordination.coordinator import Coordinator
+from layercheck.coordination.heart import SILENCE_S
 from layercheck.errors import (
     RestartLoopError,
 )
 from tests.fakes import Clock, FaultyStorage
-from tests.runs import LAYERS, WARMUP, committed, coordinator, plan_of, start, with_base
+from tests.runs import LAYERS, WARMUP, committed, config, coordinator, plan_of, start, with_base
 
 
 @pytest.fixture
@@ -132,8 +134,12 @@ def test_detection_and_rescheduling_are_timed(storage: FaultyStorage) -> None:
     clock.now += 3
     group.coordinator.note_failure()
     clock.now += 4
+    group.coordinator.note_failure()  # the next group died before it began an attempt
+    clock.now += 2
     grant = group.coordinator.begin_attempt("t2", "s1", 2, "composite")
-    assert (grant.detect_s, grant.reschedule_s) == (3, 4)
+    assert (grant.detect_s, grant.reschedule_s) == (3, 6)
+    amended = group.coordinator.amend(grant.attempt, ())
+    assert (amended.detect_s, amended.reschedule_s) == (3, 6), "the receipt is made from the amended grant"
 
 
 def test_garbage_goes_in_small_lots_and_all_of_it_goes(
@@ -171,3 +177,52 @@ def test_a_run_that_ends_leaves_no_garbage_behind(
     assert len(committed(storage)) > 2
     group.coordinator.end_attempt(group.attempt, "completed")
     assert len(committed(storage)) == 2
+
+
+def test_a_person_who_submits_again_is_no_part_of_an_outage(storage: FaultyStorage) -> None:
+    clock = Clock()
+    group = start(storage, coordinator(storage, clock))
+    group.save(0)
+    group.beat(1)
+    group.coordinator.note_failure()
+    clock.now += 4000
+    grant = group.coordinator.begin_attempt("t2", "another", 2, "composite", takeover=True)
+    assert (grant.detect_s, grant.reschedule_s) == (None, None)
+
+
+def test_a_silent_rank_0_is_told_once_in_each_silence(storage: FaultyStorage) -> None:
+    clock, said = Clock(), []
+    made = Coordinator(storage, config(), clock, clock.sleep, said.append)
+    group = start(storage, made)
+    group.save(0)
+    group.beat(7)
+    clock.now += SILENCE_S - 1
+    made.tick()
+    assert said == []
+    for _ in range(3):
+        clock.now += 1
+        made.tick()
+    (text,) = said
+    assert "no heartbeat of attempt 1 for 15 s, its last step was 7" in text
+    assert made.status()["alerts"] == [text]
+    assert group.beat(8).alerts == ()
+    clock.now += SILENCE_S
+    made.tick()
+    assert len(said) == 2
+
+
+def test_a_silence_with_a_known_reason_is_not_told(storage: FaultyStorage) -> None:
+    clock, said = Clock(), []
+    made = Coordinator(storage, config(), clock, clock.sleep, said.append)
+    group = start(storage, made)
+    group.save(0)
+    group.beat(1)
+    made.note_failure()
+    clock.now += SILENCE_S
+    made.tick()
+    group = start(storage, made, "t2")
+    group.beat(2)
+    made.end_attempt(2, "completed")
+    clock.now += SILENCE_S
+    made.tick()
+    assert said == []
