@@ -188,5 +188,7 @@ def load_costs(source: str) -> Costs:
         return paper_costs()
     path = Path(source)
     if path.is_dir():
-        return read_costs_file(path / "costs.json") if (path / "costs.json").is_file() else costs_of_run(source)
+        return (
+            read_costs_file(path / "costs.json") if (path / "costs.json").is_file() else costs_of_run(source)
+        )
     return read_costs_file(path)

@@ -70,9 +70,7 @@ class Method:
         return replace(self, interval_steps=interval_steps, stall_s=stall_s)
 
 
-def simple(
-    name: str, tau_s: float, stall_s: float, recovery_s: float, interval_steps: int = 1
-) -> Method:
+def simple(name: str, tau_s: float, stall_s: float, recovery_s: float, interval_steps: int = 1) -> Method:
     """A method given by the three numbers of the closed forms; every kind of failure costs the same."""
     recovery = Recovery(restart_s=recovery_s)
     return Method(name, tau_s / interval_steps, interval_steps, stall_s, (recovery, recovery, recovery))

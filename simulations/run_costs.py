@@ -86,9 +86,7 @@ def _summary(store: str) -> dict[str, Any]:
     return content
 
 
-def _recovery(
-    summary: dict[str, Any], t_iter_s: float, store: str
-) -> tuple[RecoveryCosts, dict[str, float]]:
+def _recovery(summary: dict[str, Any], t_iter_s: float, store: str) -> tuple[RecoveryCosts, dict[str, float]]:
     """Means over all recoveries, and the spread of their sum."""
     found = [_phases(resumed, t_iter_s) for resumed in summary["resumed"]]
     if not found:

@@ -173,7 +173,9 @@ def _half_width(values: Floats) -> float:
     return float(1.96 * values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
-def sweep(plan: Plan, run: Runner = run_here, shown: Callable[[int, int], None] | None = None) -> list[Outcome]:
+def sweep(
+    plan: Plan, run: Runner = run_here, shown: Callable[[int, int], None] | None = None
+) -> list[Outcome]:
     """Runs a plan.
 
     Args:

@@ -55,7 +55,9 @@ class Booked:
         """
         negative = [name for name in SECONDS if getattr(self, name) < -1e-6 * horizon_s]
         if negative or abs(self.total_s - horizon_s) > 1e-6 * horizon_s:
-            raise LayerCheckError(f"booked {self.total_s!r} s of {horizon_s!r} s; negative: {negative}: {self}")
+            raise LayerCheckError(
+                f"booked {self.total_s!r} s of {horizon_s!r} s; negative: {negative}: {self}"
+            )
         return self
 
 

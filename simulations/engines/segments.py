@@ -91,9 +91,7 @@ def _gone(method: Method, kind: npt.NDArray[np.int8], commits: Floats) -> int:
     return int((np.add.reduceat(commits[: ends[-1]], starts) % method.far_every).sum())
 
 
-def _phases(
-    method: Method, failures: Failures, length_s: Floats, recovery_s: Floats
-) -> dict[str, float]:
+def _phases(method: Method, failures: Failures, length_s: Floats, recovery_s: Floats) -> dict[str, float]:
     """Seconds of all recoveries by phase; a recovery that is cut off gets as far as it gets."""
     count = len(length_s) - 1
     kind, repair_s, length_s = failures.kind[:count], failures.repair_s[:count], length_s[1:]
