@@ -1,12 +1,13 @@
 """From a cluster to its failures: nodes and a rate give the MTBF; causes give the mix; costs are scaled.
 
-Scaling model (stated, not measured): the model grows with the cluster, so a step and the bytes of one device
-stay as they are. Aggregate storage bandwidth grows as devices^(1 - storage_exponent): at 0 every node brings
-its own share, at 1 one file system serves all; stalls and loads grow by the rest. A restart takes
-`restart_per_doubling_s` more with each doubling of the devices (ByteRobust, arXiv 2509.16293: requeue 454 s at
-2k devices to 768 s at 16k, in-place update 46 s to 65 s). Detection does not change.
+Scaling model (stated, not measured): the model grows with the cluster, so a step and the bytes of one
+device stay as they are. Aggregate storage bandwidth grows as devices^(1 - storage_exponent): at 0 every
+node brings its own share, at 1 one file system serves all; stalls and loads grow by the rest. A restart
+takes `restart_per_doubling_s` more with each doubling of the devices (ByteRobust, arXiv 2509.16293: requeue
+454 s at 2k devices to 768 s at 16k, in-place update 46 s to 65 s). Detection does not change.
 """
 
+import argparse
 from dataclasses import dataclass
 from math import log2
 
@@ -15,6 +16,8 @@ from simulations.checks import not_negative, positive
 from simulations.costs import Costs, MethodCosts, RecoveryCosts
 
 GPUS_PER_NODE = 8
+CLUSTER_GPUS = tuple(8 * 2**power for power in range(15))
+"""8 to 131,072."""
 RATES = {"rsc1": 6.50, "rsc2": 2.34, "llama3": 3.79}
 """Failures per 1,000 node-days: Meta RSC-1 and RSC-2 (arXiv 2410.21680), Llama 3 (arXiv 2407.21783)."""
 RESTARTS = {"in_place": (65 - 46) / 3, "requeue": (768 - 454) / 3}
@@ -29,8 +32,8 @@ LLAMA3_CAUSES = {
     },
     "cluster": {"switch or cable": 35},
 }  # fmt: skip
-"""Llama 3, table 5 (419 unexpected interruptions), by what is lost. A switch takes several nodes at once: for a
-method that keeps copies in the memory of peers that is as bad as the loss of all."""
+"""Llama 3, table 5 (419 unexpected interruptions), by what is lost. A switch takes several nodes at once: for
+a method that keeps copies in the memory of peers that is as bad as the loss of all."""
 
 
 def mix_of(causes: dict[str, dict[str, int]]) -> tuple[float, float, float]:
@@ -102,3 +105,33 @@ def _later(recovery: RecoveryCosts, slower: float, later_s: float) -> RecoveryCo
     return recovery.model_copy(
         update={"restart_s": recovery.restart_s + later_s, "load_s": recovery.load_s * slower}
     )
+
+
+def parse_rate(text: str) -> float:
+    """Failures per 1,000 node-days: a name of `RATES`, or a number.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if text in RATES:
+        return RATES[text]
+    try:
+        return positive("rate", float(text))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"rate={text!r} must be one of {', '.join(RATES)}, or a number") from None
+
+
+def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a cluster: its rate of failures, and how costs grow with it."""
+    parser.add_argument("--rate", default="rsc1", help=f"{', '.join(RATES)}, or failures per 1,000 node-days")
+    parser.add_argument(
+        "--storage-exponent", type=float, default=0.0, help="0: grows with the nodes; 1: fixed"
+    )
+    parser.add_argument("--restart", choices=sorted(RESTARTS), default="in_place", help="how restarts grow")
+
+
+def scaling(options: argparse.Namespace) -> Scaling:
+    """The scaling model of the command line."""
+    return Scaling(options.storage_exponent, RESTARTS[options.restart])

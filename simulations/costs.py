@@ -1,8 +1,8 @@
 """`costs.json`: what each method costs on one machine, in the form that the simulation reads.
 
 Written by `python -m simulations.measure methods`; a run's own folder gives one too (`run_costs.py`), and
-`paper` is the labelled preset. Units are in the names: `_s` seconds, `_steps` optimizer steps, `_bytes` bytes.
-A method without `source` is refused: a figure that nobody vouches for is no cost.
+`paper` is the labelled preset. Units are in the names: `_s` seconds, `_steps` optimizer steps, `_bytes`
+bytes. A method without `source` is refused: a figure that nobody vouches for is no cost.
 """
 
 import json
@@ -27,7 +27,7 @@ class _Record(BaseModel):
 
 
 class RecoveryCosts(_Record):
-    """Seconds from a failure to the first useful step, by phase. Replayed steps are simulated, not counted."""
+    """Seconds from a failure to the first useful step, by phase; replayed steps are not in it."""
 
     detect_s: Seconds = 0.0
     """From the death to the moment somebody saw it."""

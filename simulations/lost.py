@@ -8,6 +8,7 @@ knows of no failure.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import exp
 
 import numpy as np
@@ -95,14 +96,45 @@ def lost_steps(schedule: Schedule, stretches: Floats, seed: int, most: int) -> F
 
 
 def expected_lost_steps(schedule: Schedule, cycle_s: float, recovery_s: float, mtbf_s: float) -> float:
-    """Mean lost steps of a failure, exponential law, for layers written at fixed intervals.
+    """Mean lost steps of a failure, exponential law.
 
-    A failure finds layer l at an age uniform over its period I, and n steps run with P(n >= k) =
+    A failure finds a layer at an age drawn evenly from its schedule, and n steps run with P(n >= k) =
     exp(-(R + k c) / M): E[min(age, n)] = sum_{k>=1} P(age >= k) P(n >= k).
     """
     lost = 0.0
-    for weight, period in zip(schedule.weights, schedule.periods, strict=True):
-        k = np.arange(1, period + schedule.delay_steps, dtype=np.float64)
-        older = np.minimum(1.0, (period + schedule.delay_steps - k) / period)
+    for weight, period, writes in zip(schedule.weights, schedule.periods, schedule.writes, strict=True):
+        older = _age_survival(period, writes, schedule.delay_steps)
+        k = np.arange(1, len(older) + 1, dtype=np.float64)
         lost += weight * float((older * np.exp(-k * cycle_s / mtbf_s)).sum())
     return lost * exp(-recovery_s / mtbf_s)
+
+
+@lru_cache(maxsize=4096)
+def _age_survival(period: int, writes: tuple[int, ...], delay_steps: int) -> Floats:
+    """P(age >= k) for k = 1, 2, ... over all places in the period."""
+    known = np.array([writes[-1] - period, *writes])
+    places = np.arange(period)
+    ages = places - known[np.searchsorted(known, places, side="right") - 1] + delay_steps
+    at_least = np.cumsum(np.bincount(ages)[::-1])[::-1]
+    survival: Floats = at_least[1:] / period
+    return survival
+
+
+def schedule_of_writes(
+    written: npt.NDArray[np.bool_], numel: tuple[int, ...], delay_steps: int = 1
+) -> Schedule:
+    """The schedule of a recorded or replayed run, which begins with all layers saved and repeats for ever.
+
+    Args:
+        written: shape (steps, layers), after the warm-up.
+        numel: elements of each layer.
+        delay_steps: steps until a version counts.
+    """
+    period = len(written) + 1
+    return Schedule(
+        weights=tuple(n / sum(numel) for n in numel),
+        periods=(period,) * len(numel),
+        writes=tuple((0, *(np.flatnonzero(column) + 1).tolist()) for column in written.T),
+        delay_steps=delay_steps,
+        together=True,
+    )

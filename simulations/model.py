@@ -94,7 +94,9 @@ def empirical_ettr(
     gaps_s: Floats,
     failures_in_recovery: bool = True,
 ) -> float:
-    """ETTR under the law of observed gaps, each equally likely: sum_j P(U >= R + j c) = E[floor((U - R)+ / c)].
+    """ETTR under the law of observed gaps, each equally likely.
+
+    sum_{j>=1} P(U >= R + j c) = E[floor((U - R)+ / c)].
 
     Args:
         tau_s: useful seconds per commit.

@@ -1,9 +1,9 @@
 """The paper's own figures as costs (Qwen2.5-7B on OpenThoughts, 8 x A100-40GB, Lustre), read together.
 
 A step of 4.2 s; LayerCheck: 10 s of recovery and the stall share of 7.2 % that the reported 92.3 % at 0.5 h
-needs (the measured shares, 10.7 to 12.0 %, belong to a decision at every step and do not give 92.3 %); GEMINI:
-106 steps, 14 s a checkpoint, 14 s to load; LowDiff: 9.3 % and 34 s. Recoveries are without detection, restart
-and reconstruction, which the paper leaves out.
+needs (the measured shares, 10.7 to 12.0 %, belong to a decision at every step and do not give 92.3 %);
+GEMINI: 106 steps, 14 s a checkpoint, 14 s to load; LowDiff: 9.3 % and 34 s. Recoveries are without
+detection, restart and reconstruction, which the paper leaves out.
 """
 
 from simulations.costs import Costs, LayerCosts, MethodCosts, RecoveryCosts

@@ -18,37 +18,42 @@ PAPER_LINE = {"layercheck": 0.923, "lowdiff": 0.888, "gemini": 0.845}
 PAPER_MTBF_H = 0.5
 
 
-def draw_curves(outcomes: Sequence[Outcome], path: Path, paper: bool = False) -> None:
-    """ETTR against MTBF, one panel for each protocol; dashed with lost progress charged (paper, figure 8)."""
+def draw_curves(
+    outcomes: Sequence[Outcome], path: Path, over_gpus: bool = False, paper: bool = False
+) -> None:
+    """ETTR against MTBF (paper, figure 8) or cluster size, a panel for each protocol.
+
+    Dashed: with lost progress charged. Crosses: what the paper reports. Dotted: crossovers.
+    """
     protocols = list(dict.fromkeys(one.point.protocol for one in outcomes))
     figure, panels = _figure(len(protocols), 5.2, 4.2)
     for panel, protocol in zip(panels, protocols, strict=True):
         mine = [one for one in outcomes if one.point.protocol == protocol]
         for name, colour in _coloured(outcomes):
-            _curve(panel, [one for one in mine if one.point.method.name == name], name, colour)
-            if paper and name in PAPER_LINE:
+            _curve(panel, [one for one in mine if one.point.method.name == name], name, colour, over_gpus)
+            if paper and not over_gpus and name in PAPER_LINE:
                 panel.plot(PAPER_MTBF_H, PAPER_LINE[name], "x", color=colour)
         for one in crossovers(mine):
-            if not one.charged:
+            if not one.charged and not over_gpus:
                 panel.axvline(one.mtbf_s / 3600, color="#999999", linewidth=0.6, linestyle=":")
         panel.set_title(protocol.replace("_", " "))
         panel.set_xscale("log")
         panel.set_ylim(0, 1)
-        panel.set_xlabel("mean time between failures (h)")
+        panel.set_xlabel("GPUs" if over_gpus else "mean time between failures (h)")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("effective training time ratio")
     panels[0].legend(fontsize=7)
     _save(figure, path)
 
 
-def _curve(panel: "Axes", outcomes: list[Outcome], name: str, colour: str) -> None:
-    hours = [one.mtbf_s / 3600 for one in outcomes]
-    panel.plot(hours, [one.ettr for one in outcomes], color=colour, label=name)
+def _curve(panel: "Axes", outcomes: list[Outcome], name: str, colour: str, over_gpus: bool) -> None:
+    places = [float(one.point.gpus) if over_gpus else one.mtbf_s / 3600 for one in outcomes]
+    panel.plot(places, [one.ettr for one in outcomes], color=colour, label=name)
     low, high = ([one.ettr + sign * one.ettr_ci for one in outcomes] for sign in (-1, 1))
-    panel.fill_between(hours, low, high, color=colour, alpha=0.2)
+    panel.fill_between(places, low, high, color=colour, alpha=0.2)
     if any(one.point.schedule is not None for one in outcomes):
         charged = [one.charged for one in outcomes]
-        panel.plot(hours, charged, color=colour, linestyle="--", label=f"{name}, lost progress charged")
+        panel.plot(places, charged, color=colour, linestyle="--", label=f"{name}, lost progress charged")
 
 
 def draw_breakdown(outcomes: Sequence[Outcome], path: Path, mtbf_h: float = 0.5) -> None:

@@ -1,8 +1,10 @@
 """From costs to methods at their operating points: `matched` and `own_optimum`, side by side.
 
-`matched` gives every interval method the mean persist interval of the composite one (paper 4.4). `own_optimum`
-gives each method the interval that maximises its ETTR at this MTBF; for a composite, whose stall falls with the
-interval for ever, the ETTR with its lost progress charged. Methods that commit at every step stay as they are.
+`matched` gives every interval method the mean persist interval of the composite one (paper 4.4).
+`own_optimum` gives each method the interval that maximises its ETTR at this MTBF; for a composite, whose
+stall falls with the interval for ever, the ETTR with its lost progress charged. Methods that commit at
+every step stay as they are. LayerCheck's K is held fixed (`failure_aware: false`): the optimum stands for
+what it adapts.
 """
 
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from simulations.costs import Costs, MethodCosts
+from simulations.costs import Costs
 from simulations.failures import FailureModel
 from simulations.lost import Schedule, expected_lost_steps, schedule_of
 from simulations.methods import Method
@@ -30,6 +32,7 @@ class Point:
 
     Attributes:
         interval_steps: steps per commit; for a composite its mean persist interval.
+        gpus: devices that the costs are of.
         schedule: of a composite; None for a method that loses nothing but what it does again.
     """
 
@@ -37,6 +40,7 @@ class Point:
     method: Method
     source: str
     interval_steps: float
+    gpus: int
     schedule: Schedule | None = None
 
 
@@ -45,14 +49,14 @@ def operating_point(name: str, costs: Costs, protocol: Protocol, failures: Failu
     cost = costs.methods[name]
     method = cost.method(name, costs.t_iter_s)
     if cost.layers:
-        factor = best_factor(cost, costs.t_iter_s, failures) if protocol == "own_optimum" else 1.0
-        return composite_at(name, cost, costs.t_iter_s, factor, protocol)
+        factor = best_factor(name, costs, failures) if protocol == "own_optimum" else 1.0
+        return composite_at(name, costs, factor, protocol)
     if cost.commits == "interval":
         steps = costs.matched_interval_steps
         if protocol == "own_optimum":
             steps = best_interval(method, failures, cost.min_interval_steps)
         method = method.at(max(steps, cost.min_interval_steps))
-    return Point(protocol, method, cost.source, method.interval_steps)
+    return Point(protocol, method, cost.source, method.interval_steps, costs.gpus)
 
 
 def closed_form(method: Method, failures: FailureModel) -> float:
@@ -94,18 +98,18 @@ def best_interval(method: Method, failures: FailureModel, smallest: int = 1) -> 
     return best
 
 
-def composite_at(
-    name: str, cost: MethodCosts, t_iter_s: float, factor: float, protocol: Protocol = "own_optimum"
-) -> Point:
+def composite_at(name: str, costs: Costs, factor: float, protocol: Protocol = "own_optimum") -> Point:
     """A composite method with all its intervals stretched by `factor`: the stall falls as less is written."""
-    schedule = schedule_of(cost, t_iter_s, factor)
+    cost = costs.methods[name]
+    schedule = schedule_of(cost, costs.t_iter_s, factor)
     assert schedule is not None, f"{name} has no layers"
     written = sum(weight / period for weight, period in zip(schedule.weights, schedule.periods, strict=True))
     more = written * cost.mean_interval_steps
     stall_s = cost.stall_fixed_s + (cost.stall_s - cost.stall_fixed_s) * more
     if factor == 1.0:
         stall_s = cost.stall_s
-    return Point(protocol, cost.method(name, t_iter_s).at(1, stall_s), cost.source, 1 / written, schedule)
+    method = cost.method(name, costs.t_iter_s).at(1, stall_s)
+    return Point(protocol, method, cost.source, 1 / written, costs.gpus, schedule)
 
 
 def charged_closed_form(point: Point, failures: FailureModel) -> float:
@@ -118,17 +122,14 @@ def charged_closed_form(point: Point, failures: FailureModel) -> float:
     return plain - lost * point.method.t_iter_s / failures.mtbf_s
 
 
-def best_factor(cost: MethodCosts, t_iter_s: float, failures: FailureModel) -> float:
+def best_factor(name: str, costs: Costs, failures: FailureModel) -> float:
     """The stretch of all persist intervals with the largest charged ETTR."""
-    low = max(_SMALLEST_FACTOR, 1 / (MAX_EVENT_SHARE * cost.mean_interval_steps))
+    low = max(_SMALLEST_FACTOR, 1 / (MAX_EVENT_SHARE * costs.methods[name].mean_interval_steps))
     high = max(_LARGEST_FACTOR, low)
     best = 1.0
     for _ in range(_ROUNDS):
         tried = np.geomspace(low, high, _COARSE)
-        values = [
-            charged_closed_form(composite_at("composite", cost, t_iter_s, float(factor)), failures)
-            for factor in tried
-        ]
+        values = [charged_closed_form(composite_at(name, costs, float(factor)), failures) for factor in tried]
         at = int(np.argmax(values))
         best = float(tried[at])
         low, high = float(tried[max(at - 1, 0)]), float(tried[min(at + 1, len(tried) - 1)])

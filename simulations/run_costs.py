@@ -1,10 +1,10 @@
 """The costs of a run of ours, from its own folder: what was measured, simulated, and so recommended.
 
-`layercheck` is measured: the median step without its stall, the mean stall after the warm-up, the intervals of
-its layers, and the phases of its recoveries. Two others are derived from the same run by a stated rule, for
-comparison: `full_sync`, a full copy that training waits for until it is durable, and `full_async`, one that
-training waits for until it is copied, with no second copy before the first is durable. Both recover in the
-same phases.
+`layercheck` is measured: the median step without its stall, the mean stall after the warm-up, the intervals
+of its layers, and the phases of its recoveries. Two others are derived from the same run by a stated rule,
+for comparison: `full_sync`, a full copy that training waits for until it is durable, and `full_async`, one
+that training waits for until it is copied, with no second copy before the first is durable. Both recover in
+the same phases.
 """
 
 import json
@@ -91,8 +91,8 @@ def _recovery(summary: dict[str, Any], t_iter_s: float, store: str) -> tuple[Rec
     found = [_phases(resumed, t_iter_s) for resumed in summary["resumed"]]
     if not found:
         raise ConfigError(
-            f"costs {store}: the run recovered from no failure, so what a recovery costs is unknown; take a run "
-            "with one, such as runs/quickstart"
+            f"costs {store}: the run recovered from no failure, so what a recovery costs is unknown; take "
+            "a run with one, such as runs/quickstart"
         )
     keys = ("detect_s", "restart_s", "load_s", "reconstruct_s")
     totals = [sum(phases.values()) for phases in found]

@@ -45,6 +45,7 @@ def row_of(outcome: Outcome) -> dict[str, Any]:
         "method": point.method.name,
         "source": point.source,
         "mtbf_h": outcome.mtbf_s / 3600,
+        "gpus": point.gpus,
         "interval_steps": float(point.interval_steps),
         "stall_per_commit_s": point.method.stall_s,
         "ettr": outcome.ettr,
@@ -75,10 +76,11 @@ def table(outcomes: Sequence[Outcome], protocol: Protocol) -> str:
     by_place = {
         (one.mtbf_s, one.point.method.name): one for one in outcomes if one.point.protocol == protocol
     }
-    lines = [f"  {'MTBF':>10}  " + "".join(f"{name:>26}" for name in names)]
+    lines = [f"  {'MTBF':>10}{'GPUs':>8}  " + "".join(f"{name:>26}" for name in names)]
     for mtbf_s in sorted({mtbf_s for mtbf_s, _ in by_place}):
         cells = "".join(f"{_cell(by_place[mtbf_s, name]):>26}" for name in names)
-        lines.append(f"  {in_words(mtbf_s):>10}  {cells}")
+        gpus = by_place[mtbf_s, names[0]].point.gpus
+        lines.append(f"  {in_words(mtbf_s):>10}{gpus:>8}  {cells}")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """A recorded run as arrays: movement of every layer at every step, learning rates, and what was decided.
 
-Reads storage alone, without torch or Ray. Steps that a later attempt took back are left out, so that each step
-is there once.
+Reads storage alone, without torch or Ray. Steps that a later attempt took back are left out, so that each
+step is there once.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,8 @@ from layercheck.report.tables import Columns, LayerWritten, read_parts, read_wri
 Floats = npt.NDArray[np.float64]
 BYTES_PER_ELEMENT = 12
 """fp32 weight and two moments: what a version holds of an element where none was ever written."""
+_MOST_MISSING = 0.05
+_COLUMNS = ("delta", "age", "nbytes")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Trace:
         age: shape (n, layers), steps since the newest committed version, after the step's decision.
         written: shape (n, layers), the layer was chosen at this step.
         lr_ref: reference rate of the run, None if it noted none.
-        undisturbed: last step before the first failure (all steps without one).
+        undisturbed: last step before the first failure or missing step.
         nbytes: bytes of one version of each layer.
     """
 
@@ -48,6 +50,7 @@ class Trace:
     lr_ref: float | None
     undisturbed: int
     nbytes: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,51 +109,64 @@ def _kept(facts: StoreFacts, rows: Columns) -> Columns:
 
 
 def read_trace(store: str) -> Trace:
-    """Reads the drift trace of a run.
+    """Reads the drift trace of a run. Steps whose rows died with a worker are filled with the step before.
 
     Raises:
-        ConfigError: there is no run, or its trace is empty or has a gap (its ends are named).
+        ConfigError: there is no run, its trace is empty, too many steps are missing, or one is not finite.
     """
     recorded = read_recorded(store)
     drift, metrics = recorded.drift, recorded.metrics
     if not len(drift) or not len(metrics):
         raise ConfigError(f"trace {store}: the run recorded no drift (its drift/ or metrics/ is empty)")
-    steps = np.unique(drift["step"]).astype(np.int64)
-    missing = np.setdiff1d(np.arange(steps[0], steps[-1] + 1), steps)
-    if len(missing):
+    known = _complete(drift, metrics, len(recorded.names))
+    if not len(known):
+        raise ConfigError(f"trace {store}: no step has the movement of all {len(recorded.names)} layers")
+    steps = np.arange(known[0], known[-1] + 1)
+    source = known[np.searchsorted(known, steps, side="right") - 1] - known[0]
+    missing = np.setdiff1d(steps, known)
+    if len(missing) > _MOST_MISSING * len(steps):
         raise ConfigError(
-            f"trace {store}: {len(missing)} steps between {steps[0]} and {steps[-1]} are missing, "
-            f"the first is {missing[0]}"
+            f"trace {store}: {len(missing)} of the steps {steps[0]} to {steps[-1]} are missing, the first "
+            f"is {missing[0]}"
         )
-    shape = (len(steps), len(recorded.names))
-    row, column = (drift["step"] - steps[0]).astype(int), drift["layer"].astype(int)
-    delta, age, nbytes = np.full(shape, np.nan), np.zeros(shape), np.zeros(shape)
-    delta[row, column], age[row, column], nbytes[row, column] = drift["delta"], drift["age"], drift["nbytes"]
+    delta, age, nbytes = (_matrix(drift, name, steps, recorded.names)[source] for name in _COLUMNS)
     if not np.all(np.isfinite(delta)):
         layer = recorded.names[int(np.argwhere(~np.isfinite(delta))[0][1])]
         raise ConfigError(f"trace {store}: layer {layer} has steps without a finite movement")
+    lr = np.full(len(steps), np.nan)
+    inside = metrics.where((metrics["step"] >= steps[0]) & (metrics["step"] <= steps[-1]))
+    lr[inside["step"].astype(int) - steps[0]] = inside["lr"]
     settings: dict[str, Any] = recorded.facts.run.config.get("checkpoint", {})
+    later = [int(step) for step in drift.where(drift.attempt > drift.attempt.min())["step"]]
+    notes = [f"{len(missing)} steps are missing, the first is {missing[0]}"] if len(missing) else []
     return Trace(
         run=recorded.facts.run.name,
         layer_map=recorded.facts.run.layer_map,
         config=parse_config(settings),
         steps=steps,
-        lr=_lr(metrics, steps, store),
+        lr=lr[source],
         delta=delta,
         age=age,
         written=nbytes > 0,
         lr_ref=_lr_ref(recorded.facts),
-        undisturbed=int(steps[drift.attempt[np.argsort(drift["step"], kind="stable")][:: shape[1]] == 1][-1]),
+        undisturbed=min([*later, *missing.tolist(), int(steps[-1]) + 1]) - 1,
         nbytes=recorded.version_bytes,
+        notes=(*recorded.notes, *notes),
     )
 
 
-def _lr(metrics: Columns, steps: npt.NDArray[np.int64], store: str) -> Floats:
-    known = dict(zip(metrics["step"].astype(int).tolist(), metrics["lr"].tolist(), strict=True))
-    try:
-        return np.array([known[int(step)] for step in steps])
-    except KeyError as error:
-        raise ConfigError(f"trace {store}: metrics/ has no row of step {error.args[0]}") from None
+def _complete(drift: Columns, metrics: Columns, num_layers: int) -> npt.NDArray[np.int64]:
+    """Steps with all their rows: those of the last moments before a death may have stayed in memory."""
+    steps, rows = np.unique(drift["step"], return_counts=True)
+    return np.intersect1d(steps[rows == num_layers], metrics["step"]).astype(np.int64)
+
+
+def _matrix(drift: Columns, name: str, steps: npt.NDArray[np.int64], layers: list[str]) -> Floats:
+    """One column of the drift table by step and layer; NaN where there is no row."""
+    inside = drift.where((drift["step"] >= steps[0]) & (drift["step"] <= steps[-1]))
+    matrix = np.full((len(steps), len(layers)), np.nan)
+    matrix[inside["step"].astype(int) - steps[0], inside["layer"].astype(int)] = inside[name]
+    return matrix
 
 
 def _lr_ref(facts: StoreFacts) -> float | None:
