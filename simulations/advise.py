@@ -123,7 +123,8 @@ def _composites(
         if point.interval_steps < 1 / MAX_EVENT_SHARE:
             continue
         target = max(1, round(point.interval_steps))
-        yield point, _settings(target, S_MAX_RATIO * target, None, costs, cost.full_stall_s)
+        limit = min(S_MAX_RATIO * target, cost.s_max_steps or S_MAX_RATIO * target)
+        yield point, _settings(target, limit, None, costs, cost.full_stall_s)
 
 
 def _replayed(name: str, costs: Costs, trace: Trace) -> Iterable[tuple[Point, dict[str, float | int | None]]]:
@@ -181,15 +182,13 @@ def _reason(ranked: tuple[Candidate, ...], costs: Costs, failures: FailureModel,
         lines.append(_about(composite, limit))
     rest = [one for one in ranked if one is not best and one is not composite]
     if rest:
-        others = ", ".join(
-            f"{one.method} {100 * one.ettr:.1f} % at {one.interval_steps:.3g} steps" for one in rest
-        )
-        lines.append(f"At their own best intervals the others come to {others}.")
+        others = ", ".join(f"{one.method} {100 * one.ettr:.1f} % ({_every(one)})" for one in rest)
+        lines.append(f"The others come to {others}.")
     charged = max(ranked, key=lambda one: one.charged)
     if charged.method != best.method:
         lines.append(
             f"Charged with the progress it loses, {best.method} comes to {100 * best.charged:.1f} %, behind "
-            f"{charged.method} with {100 * charged.charged:.1f} %: if lost steps count for you like time, take "
+            f"{charged.method} with {100 * charged.charged:.1f} %: if lost steps count like lost time, take "
             f"{charged.method}."
         )
     return " ".join(lines)
@@ -200,9 +199,14 @@ def _verdict(best: Candidate, composite: Candidate | None, hours: float) -> str:
     if composite is None or best is composite:
         return f"Use {best.method}: with a failure every {hours:.3g} h it gives {figure}."
     return (
-        f"Use something else than {composite.method}: {best.method}, with an interval of "
-        f"{best.interval_steps:.3g} steps, gives {figure} with a failure every {hours:.3g} h."
+        f"Use something else than {composite.method}: {best.method} ({_every(best)}) "
+        f"gives {figure} with a failure every {hours:.3g} h."
     )
+
+
+def _every(candidate: Candidate) -> str:
+    steps = round(candidate.interval_steps)
+    return "every step" if steps == 1 else f"every {steps} steps"
 
 
 def _about(composite: Candidate, limit: float) -> str:

@@ -100,8 +100,8 @@ def _run(plans: list[Plan], options: argparse.Namespace) -> None:
     total = sum(one.num_failures for one in outcomes)
     where = "as Ray tasks" if on_ray else "in one process"
     print(
-        f"\n{len(outcomes)} points, {options.seeds} seeds of {options.days:g} days: {total / 1e6:.1f} million "
-        f"failures in {seconds:.1f} s {where} ({total / seconds / 1e6:.2f} million failures a second)"
+        f"\n{len(outcomes)} points, {options.seeds} seeds of {options.days:g} days: {total / 1e6:.1f} "
+        f"million failures in {seconds:.1f} s {where} ({total / seconds / 1e6:.2f} million failures a second)"
     )
     print(
         f"written to {options.out}: {name}.parquet, {name}.json"

@@ -170,9 +170,8 @@ def run(problem: Problem, shown: Callable[[int, int], None] | None = None) -> Re
             if shown is not None:
                 shown(t, problem.steps)
     bound = _bounds(problem, at, sizes, farthest)
-    return RegretCurves(
-        at, regret, bound, tuple(jumps), {name: len(steps) for name, steps in failures.items()}
-    )
+    counts = {name: len(steps) for name, steps in failures.items()}
+    return RegretCurves(at, regret, bound, tuple(jumps), counts)
 
 
 class _BestInHindsight:
@@ -194,7 +193,7 @@ class _BestInHindsight:
 def _bounds(
     problem: Problem, at: npt.NDArray[np.int64], sizes: list[tuple[int, int, Floats]], farthest: float
 ) -> Floats:
-    """Sum over the recoveries up to each T of the term in the head of this file. Shape (scenarios, points)."""
+    """Sum over the recoveries up to each T of the term in the head of this file: (scenarios, points)."""
     bound = np.zeros((len(SCENARIOS), len(at)))
     for index, t, ((w, v), (new_w, new_v)) in sizes:
         root, new_root = np.sqrt(v), np.sqrt(new_v)

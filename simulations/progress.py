@@ -18,7 +18,7 @@ class ProgressBar:
 
     def __init__(self, what: str, stream: TextIO | None = None) -> None:
         self._what = what
-        self._stream = stream or sys.stderr
+        self._stream = sys.stderr if stream is None else stream
         self._is_terminal = self._stream.isatty()
         self._began_s = self._shown_s = time.monotonic()
 

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def describe(trace: Trace, rows: list[dict[str, Any]]) -> str:
         interval = row["mean_interval_steps"]
         lines.append(
             f"  {row['selection']:<12}{row['target_interval']:>8.4g}{row['s_max']:>7}"
-            f"{interval if interval else float('nan'):>10.1f}{row['bytes_written'] / 1e6:>9.1f}{row['events']:>8}"
+            f"{interval or nan:>10.1f}{row['bytes_written'] / 1e6:>9.1f}{row['events']:>8}"
             f"{row['mean_event_bytes'] / 1e6:>10.2f}{row['layer_writes']:>8}{row['writes_by_age']:>8}"
             f"{row['weighted_age']:>7.1f}{row['max_age']:>9}{row['drift_lost']:>12.3e}{row['bytes_ratio']:>13.3f}"
         )
@@ -158,9 +159,9 @@ def _against(rows: list[dict[str, Any]], mode: str) -> str:
         if row["selection"] == mode:
             drift = next(one for one in reversed(rows[:at]) if one["selection"] == "drift")
             lost = row["drift_lost"] * row["bytes_ratio"]
-            ratios.append(drift["drift_lost"] / lost if lost > 0 else float("nan"))
+            ratios.append(drift["drift_lost"] / lost if lost > 0 else nan)
     text = ", ".join(f"{ratio:.3f}" for ratio in ratios)
-    return f"drift lost by `drift` / by `{mode}` at equal bytes, point by point: {text} (below 1: drift is better)"
+    return f"drift lost by `drift` / by `{mode}`, same bytes, point by point: {text} (below 1: drift wins)"
 
 
 def _verdict(steps: int, different: int, first: str) -> str:

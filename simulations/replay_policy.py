@@ -86,9 +86,12 @@ def replay(trace: Trace, config: LayerCheckConfig, recorded_commits: bool = Fals
 def committed_steps(trace: Trace) -> Ints:
     """Newest commit that the run had heard of at each step, from the ages it recorded.
 
-    Ages of layers that were not chosen count from committed versions; commits come in step order.
+    Ages of layers that were not chosen count from committed versions. A layer chosen by itself was not in
+    flight, so its newest version was committed, too; a full event takes all layers whatever is in flight.
+    Commits come in step order.
     """
-    versions = np.where(trace.written, -1.0, trace.steps[:, None] - trace.age)
+    is_full = trace.written.all(axis=1)[:, None]
+    versions = np.where(is_full, -1.0, trace.steps[:, None] - trace.age)
     return np.maximum.accumulate(versions.max(axis=1)).astype(np.int64)
 
 
