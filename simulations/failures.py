@@ -1,4 +1,4 @@
-"""Times of failures: laws, observed gaps, and draws that depend on a key alone, never on an order.
+"""[pure] Times of failures: laws, observed gaps, and draws that depend on a key alone, never on an order.
 
 The same seed gives the same failures to every method, and the same unit gaps at every MTBF: curves differ by
 what the methods do, not by luck.

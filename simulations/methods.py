@@ -1,4 +1,4 @@
-"""What the engines need to know of a checkpointing method; nothing of where the figures come from."""
+"""[pure] What the engines need to know of a checkpointing method; nothing of where the figures come from."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""Closed forms of the effective training time ratio (ETTR), and optimal checkpoint intervals.
+"""[pure] Closed forms of the effective training time ratio (ETTR), and optimal checkpoint intervals.
 
 A method is (tau, delta, R): useful seconds protected per commit, visible stall per commit, recovery (detect,
 restart, load, reconstruct). c = tau + delta, M = MTBF. Failures form a renewal process with law U of the time

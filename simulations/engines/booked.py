@@ -1,4 +1,4 @@
-"""Where every second of a simulated stretch of time went."""
+"""[pure] Where every second of a simulated stretch of time went."""
 
 from dataclasses import dataclass, fields
 

@@ -1,4 +1,4 @@
-"""Event-driven reference engine: one event after the other, slow and plain, to check the fast one against.
+"""[pure] Event-driven reference engine: one event after the other, to check the fast one against.
 
 States, in the order in which a recovery walks through them:
 1. repair (only if the failure model draws one), 2. detect, 3. restart, 4. load, 5. reconstruct,

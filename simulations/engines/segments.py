@@ -1,4 +1,4 @@
-"""Vectorised engine: all stretches between failures of one seed at once.
+"""[pure] Vectorised engine: all stretches between failures of one seed at once.
 
 A stretch of length u that begins with a recovery R holds n = floor((u - R)+ / c) commits, and (u - R)+ - n c
 seconds that are thrown away. Nothing else carries over from stretch to stretch, but for commits that die with
