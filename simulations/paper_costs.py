@@ -46,7 +46,9 @@ def paper_costs() -> Costs:
                 stall_s=14.07,
                 interval_steps=_INTERVAL,
                 recovery=RecoveryCosts(load_s=14.0),
-                note="at the matched interval",
+                far_every=24,
+                far_kinds=("cluster",),
+                note="at the matched interval; stored every 24 commits (3 h), for the loss of peers",
             ),
         },
     )

@@ -5,6 +5,8 @@ of its layers, and the phases of its recoveries. Two others are derived from the
 for comparison: `full_sync`, a full copy that training waits for until it is durable, and `full_async`, one
 that training waits for until it is copied, with no second copy before the first is durable. Both recover in
 the same phases.
+
+A run cannot tell what measuring drift adds to a step: that stays in `t_iter_s`, for all methods alike.
 """
 
 import json

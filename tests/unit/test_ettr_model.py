@@ -1,7 +1,7 @@
 """Closed forms of ETTR: golden values, the sums against draws, optimal intervals against a search."""
 
 from itertools import pairwise
-from math import inf, nan
+from math import gamma, inf, nan
 
 import numpy as np
 import pytest
@@ -56,6 +56,14 @@ def test_the_sum_over_observed_gaps_is_that_over_the_law_they_were_drawn_from():
     gaps_s = np.random.default_rng(1).weibull(0.7, 400_000)
     gaps_s *= 1800 / gaps_s.mean()
     assert empirical_ettr(*INTERVAL, gaps_s) == pytest.approx(ettr(*INTERVAL, 1800, **WEIBULL), abs=0.002)
+
+
+def test_the_tail_of_a_long_sum_is_as_good_as_its_terms():
+    """Two million terms: one by one, and by the function."""
+    cycle_s, scale_s = 0.05, 1800 / gamma(1 + 1 / 0.7)
+    j = np.arange(1, 2_500_000, dtype=np.float64)
+    commits = float(np.exp(-(((10 + j * cycle_s) / scale_s) ** 0.7)).sum())
+    assert ettr(0.04, 0.01, 10, 1800, **WEIBULL) == pytest.approx(0.04 * commits / 1800, rel=1e-7)
 
 
 def test_no_failures_leave_tau_over_tau_plus_delta():
