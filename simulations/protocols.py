@@ -117,9 +117,10 @@ def charged_closed_form(point: Point, failures: FailureModel) -> float:
     plain = closed_form(point.method, failures)
     if point.schedule is None:
         return plain
-    recovery_s = point.method.recovery_s(failures.mix)
-    lost = expected_lost_steps(point.schedule, point.method.cycle_s, recovery_s, failures.mtbf_s)
-    return plain - lost * point.method.t_iter_s / failures.mtbf_s
+    recovery_s, mtbf_s = point.method.recovery_s(failures.mix), failures.mtbf_s
+    between_s, spared_s = (mtbf_s, recovery_s) if failures.in_recovery else (mtbf_s + recovery_s, 0.0)
+    lost = expected_lost_steps(point.schedule, point.method.cycle_s, spared_s, mtbf_s)
+    return plain - lost * point.method.t_iter_s / between_s
 
 
 def best_factor(name: str, costs: Costs, failures: FailureModel) -> float:

@@ -3,6 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,11 @@ def run_on_ray(cells: list[Cell]) -> Iterable[CellResult]:
         ) from None
     _join(ray)
     task = ray.remote(num_cpus=1)(run_cell)
-    todo, flying = iter(cells), deque[Any]()
-    for cell in todo:
-        flying.append(task.remote(cell))
-        if len(flying) >= _IN_FLIGHT:
-            break
+    todo = iter(cells)
+    flying = deque[Any](task.remote(cell) for cell in islice(todo, _IN_FLIGHT))
     while flying:
         yield _get(ray, flying.popleft())
-        flying.extend(task.remote(cell) for cell in _next(todo))
-
-
-def _next(cells: Iterable[Cell]) -> list[Cell]:
-    return [cell for cell, _ in zip(cells, range(1), strict=False)]
+        flying.extend(task.remote(cell) for cell in islice(todo, 1))
 
 
 def _join(ray: Any) -> None:

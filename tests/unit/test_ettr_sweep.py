@@ -48,6 +48,13 @@ def test_lost_progress_is_sampled_at_two_thousand_failures_and_agrees_with_its_e
         assert 0 < one.charged < one.ettr
 
 
+def test_lost_progress_agrees_also_where_no_failure_hits_a_recovery():
+    failures = FailureModel(120.0, in_recovery=False)
+    plan = replace(PLAN, mtbf_s=(120.0,), failures=failures, protocols=("matched",), horizon_s=2 * 86400.0)
+    ours = sweep([plan])[0]
+    assert ours.charged == pytest.approx(charged_closed_form(ours.point, failures), abs=2.5 * ours.charged_ci)
+
+
 def test_the_shares_of_all_causes_are_the_whole(outcomes):
     for one in outcomes:
         shares = {cause: share for cause, share in one.shares.items() if cause != "lost_progress"}
