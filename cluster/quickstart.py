@@ -1,4 +1,4 @@
-"""The demonstration of `quickstart.sh`: a run without failure, one with a worker killed, the proof."""
+"""The demonstration of `quickstart.sh`: a run without failure, one with a worker killed, the proof, ETTR."""
 
 # ruff: noqa: T201
 import argparse
@@ -64,31 +64,50 @@ def _run_both(kill_step: int) -> None:
         kill = f"faults.kill=[{{rank: 1, step: {kill_step}, times: 1}}]"
         print(f"\nthe same run again; rank 1 will be killed (SIGKILL) at step {kill_step}", flush=True)
         _train(head, "quickstart", ["--set", kill])
+        print("\nwhat these costs mean on a cluster: effective training time ratio by simulation", flush=True)
+        _simulate(head)
+
+
+def _simulate(head: PrivateHead) -> None:
+    """A second Ray job, on the costs of the run that was killed and recovered."""
+    run = str(RUNS / "quickstart")
+    args = ["--costs", run, "--out", f"{run}/ettr", "--mtbf-h", "0.05", "3", "--points", "5"]
+    _submit(
+        head, "ettr", [*args, "--seeds", "10", "--days", "3"], RUNS / "quickstart-ettr.log", every_line=True
+    )
 
 
 def _train(head: PrivateHead, run: str, more: list[str]) -> None:
+    args = ["--config", "quickstart", "--run-name", run, "--storage", str(RUNS.absolute()), *more]
+    _submit(head, "train", args, RUNS / f"{run}.log")
+
+
+def _submit(head: PrivateHead, kind: str, args: list[str], log: Path, every_line: bool = False) -> None:
     os.environ.update(head.env)
     # Ray reads its token settings once, when it is imported: not before the head's are set.
     from cluster.submit import submit
 
-    args = ["--config", "quickstart", "--run-name", run, "--storage", str(RUNS.absolute()), *more]
-    log = RUNS / f"{run}.log"
     lines: list[str] = []
     with open(log, "w") as file:
-        job = submit(head.dashboard, "train", args)
-        job.show = partial(_show_line, file, lines)
+        job = submit(head.dashboard, kind, args)
+        job.show = partial(_show_line, file, lines, every_line)
         code = job.follow(limit_s=_JOB_LIMIT_S)
     if code:
         print("\n".join(lines[-40:]), file=sys.stderr)
-        raise LayerCheckError(f"run {run} ended with exit code {code}; its log is {log}", run=run)
+        raise LayerCheckError(
+            f"the job of {log.stem} ended with exit code {code}; its log is {log}", log=str(log)
+        )
 
 
-def _show_line(file: TextIO, lines: list[str], line: str) -> None:
-    """Keeps everything, prints the lines of the training loop: Ray tells of a dead worker in hundreds."""
+def _show_line(file: TextIO, lines: list[str], every_line: bool, line: str) -> None:
+    """Keeps everything; of a training prints its own lines: Ray tells of a dead worker in hundreds."""
     plain = _COLOUR.sub("", line)
     file.write(plain + "\n")
     file.flush()
     lines.append(plain)
+    if every_line:
+        print(f"  {plain}", flush=True)
+        return
     if match := _PROGRESS.fullmatch(plain):
         print(f"  {match[1]}", flush=True)
     elif plain.startswith("(raylet) A worker died"):

@@ -36,6 +36,8 @@ EXCLUDED = [
     ".pytest_cache",
     "*.egg-info",
 ]
+PATHS = ("--out", "--costs", "--trace")
+"""Arguments of the simulation and the measurements that name files."""
 LOST_CONTACT = 3
 """Exit code when the job server stayed away for `_CONTACT_S`, or `--limit-s` is over. The job goes on."""
 
@@ -55,7 +57,7 @@ def submit(
     Args:
         address: of the cluster; None for RAY_ADDRESS.
         kind: a key of `ENTRY`.
-        args: of the program; a local storage path is made absolute, since the job runs in another folder.
+        args: of the program; local paths are made absolute, since the job runs in another folder.
         env: more variables for the job.
 
     Raises:
@@ -65,7 +67,7 @@ def submit(
     address = address or os.environ.get("RAY_ADDRESS")
     if not address:
         raise ConfigError("no cluster: set RAY_ADDRESS or pass --address http://host:8265")
-    program = [*(with_absolute_storage(args) if kind == "train" else args)]
+    program = with_absolute_storage(args) if kind == "train" else with_absolute_paths(args)
     runtime_env: dict[str, Any] = {"working_dir": str(Path.cwd()), "excludes": EXCLUDED}
     if env:
         runtime_env["env_vars"] = env
@@ -188,6 +190,26 @@ def with_absolute_storage(args: list[str]) -> list[str]:
     if "://" in storage:
         return args
     return [*_without(args, "--storage"), "--storage", str(Path(storage).expanduser().absolute())]
+
+
+def with_absolute_paths(args: list[str]) -> list[str]:
+    """Rewrites the values of `PATHS` that are local: the job runs in a folder that is gone after it."""
+    result = list(args)
+    for place, arg in enumerate(result):
+        flag, is_joined, value = arg.partition("=")
+        if flag not in PATHS:
+            continue
+        if is_joined:
+            result[place] = f"{flag}={_absolute(flag, value)}"
+        elif place + 1 < len(result):
+            result[place + 1] = _absolute(flag, result[place + 1])
+    return result
+
+
+def _absolute(flag: str, value: str) -> str:
+    """A folder to write to need not exist yet; costs may also be a name, and a store a URI."""
+    path = Path(value).expanduser()
+    return str(path.absolute()) if flag == "--out" or path.exists() else value
 
 
 def _configured_storage(config: str | None) -> str:

@@ -44,6 +44,12 @@ PURE = {
     "layercheck.tracking.preemption",
     "layercheck.tracking.still",
     "layercheck.tracking.versions",
+    "simulations.engines.booked",
+    "simulations.engines.reference",
+    "simulations.engines.segments",
+    "simulations.failures",
+    "simulations.methods",
+    "simulations.model",
 }
 HEAVY = {"torch", "ray", "deepspeed", "transformers"}
 MAX_MODULE_LINES = 400

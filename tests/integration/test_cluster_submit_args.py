@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.submit import with_absolute_storage
+from cluster.submit import with_absolute_paths, with_absolute_storage
 from layercheck.errors import ConfigError
 
 
@@ -36,3 +36,18 @@ def test_without_an_argument_the_configuration_decides(folder):
 def test_a_storage_by_set_is_refused_because_it_could_not_be_rewritten():
     with pytest.raises(ConfigError, match="--storage"):
         with_absolute_storage(["--set", "run.storage=x"])
+
+
+def test_paths_of_a_simulation_are_made_absolute_and_names_stay(folder):
+    (folder / "run").mkdir()
+    args = with_absolute_paths(["--costs", "run", "--out=results", "--trace", "run", "--law", "run"])
+    assert args == [
+        "--costs",
+        f"{folder}/run",
+        f"--out={folder}/results",
+        "--trace",
+        f"{folder}/run",
+        "--law",
+        "run",
+    ]
+    assert with_absolute_paths(["--costs", "paper", "--out"]) == ["--costs", "paper", "--out"]

@@ -1,0 +1,1 @@
+"""Two engines that must agree: an event-driven reference and vectorised segments."""

@@ -1,0 +1,138 @@
+"""`python -m simulations.ettr --costs FILE|RUN_DIR|paper --out DIR`: ETTR against MTBF.
+
+Writes `ettr.parquet` (one row a point), `ettr.json` (settings, crossovers), and the pictures `ettr` and
+`ettr-breakdown` (.png, .svg); with `--cluster` the same as `cluster`, over 8 to 131,072 GPUs. Where
+RAY_ADDRESS names a cluster, as inside a Ray job, each (method, MTBF, block of seeds) is one task of it;
+without one all runs in this process. The numbers are the same.
+"""
+
+# ruff: noqa: T201
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from layercheck.errors import LayerCheckError
+from simulations.checks import positive
+from simulations.cluster_view import (
+    CLUSTER_GPUS,
+    GPUS_PER_NODE,
+    add_cluster_options,
+    mtbf_of_cluster,
+    parse_rate,
+    scaling,
+)
+from simulations.costs import Costs, load_costs
+from simulations.options import add_failure_options, failure_model
+from simulations.pictures import draw_breakdown, draw_curves
+from simulations.progress import ProgressBar
+from simulations.ray_tasks import has_cluster, run_on_ray
+from simulations.sweep import Outcome, Plan, run_here, sweep
+from simulations.tables import crossovers, crossovers_in_words, row_of, table, write_parquet
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 2 wrong input."""
+    options = _parser().parse_args(argv)
+    try:
+        _run(_plans(options), options)
+    except LayerCheckError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m simulations.ettr", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--costs", required=True, help="a costs.json, the folder of a run, or `paper`")
+    parser.add_argument("--out", required=True, type=Path, help="folder for the results")
+    add_failure_options(parser)
+    parser.add_argument(
+        "--cluster", action="store_true", help="8 to 131,072 GPUs in place of a range of MTBFs"
+    )
+    add_cluster_options(parser)
+    parser.add_argument("--mtbf-h", nargs=2, type=float, default=(0.01, 3.0), metavar=("FROM", "TO"))
+    parser.add_argument("--points", type=int, default=13, help="MTBFs in that range, evenly on the logarithm")
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--days", type=float, default=30.0, help="simulated time of one seed")
+    parser.add_argument("--no-pictures", action="store_true", help="tables only; needs no matplotlib")
+    parser.add_argument("--here", action="store_true", help="in this process, whatever RAY_ADDRESS says")
+    return parser
+
+
+def _plans(options: argparse.Namespace) -> list[Plan]:
+    """One plan for a range of MTBFs; with `--cluster` one for each size, each with costs of its own."""
+    shared = {
+        "failures": failure_model(options),
+        "seeds": int(positive("seeds", options.seeds)),
+        "horizon_s": positive("days", options.days) * 86400,
+    }
+    costs = load_costs(options.costs)
+    if options.cluster:
+        rate, scaled = parse_rate(options.rate), scaling(options)
+        sizes = {gpus: mtbf_of_cluster(gpus / GPUS_PER_NODE, rate) for gpus in CLUSTER_GPUS}
+        return [Plan(scaled.costs(costs, gpus), (mtbf_s,), **shared) for gpus, mtbf_s in sizes.items()]
+    low, high = (positive("mtbf_h", hours) * 3600 for hours in options.mtbf_h)
+    points = int(positive("points", options.points))
+    return [Plan(costs, tuple(np.geomspace(low, high, points).tolist()), **shared)]
+
+
+def _run(plans: list[Plan], options: argparse.Namespace) -> None:
+    on_ray = has_cluster() and not options.here
+    options.out.mkdir(parents=True, exist_ok=True)
+    began_s = time.monotonic()
+    outcomes = sweep(plans, run_on_ray if on_ray else run_here, ProgressBar("simulating"))
+    seconds = time.monotonic() - began_s
+    name = "cluster" if options.cluster else "ettr"
+    write_parquet([row_of(one) for one in outcomes], options.out / f"{name}.parquet")
+    content = _settings(plans[0], options) | {"crossovers": [asdict(one) for one in crossovers(outcomes)]}
+    (options.out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    if not options.no_pictures:
+        draw_curves(outcomes, options.out / name, options.cluster, paper=options.costs == "paper")
+        draw_breakdown(outcomes, options.out / f"{name}-breakdown")
+    print(describe(plans[0].costs, outcomes))
+    total = sum(one.num_failures for one in outcomes)
+    where = "as Ray tasks" if on_ray else "in one process"
+    print(
+        f"\n{len(outcomes)} points, {options.seeds} seeds of {options.days:g} days: {total / 1e6:.1f} "
+        f"million failures in {seconds:.1f} s {where} ({total / seconds / 1e6:.2f} million failures a second)"
+    )
+    print(
+        f"written to {options.out}: {name}.parquet, {name}.json"
+        + ("" if options.no_pictures else ", pictures")
+    )
+
+
+def _settings(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
+    content = {
+        "costs": options.costs,
+        "title": plan.costs.title,
+        "law": options.law,
+        "mix": list(plan.failures.mix),
+        "failures_in_recovery": plan.failures.in_recovery,
+        "seeds": plan.seeds,
+        "days": options.days,
+    }
+    if options.cluster:
+        content |= {"rate": options.rate, "scaling": asdict(scaling(options))}
+    return content
+
+
+def describe(costs: Costs, outcomes: list[Outcome]) -> str:
+    """What a person reads at the end: a table for each protocol, and the crossovers."""
+    sources = ", ".join(f"{name} {cost.source}" for name, cost in costs.methods.items())
+    lines = [f"costs: {costs.title}; {sources}", ""]
+    lines += ["ETTR in % with its 95 % interval (with lost progress charged) / interval in steps", ""]
+    for protocol in dict.fromkeys(one.point.protocol for one in outcomes):
+        lines += [f"{protocol.replace('_', ' ')}:", table(outcomes, protocol), ""]
+    return "\n".join([*lines, "crossovers:", crossovers_in_words(crossovers(outcomes))])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Progress that a composite recovery loses: what each layer had learnt since its own last version.
+
+A composite replays nothing, so its ETTR is silent about this; here it is charged. Layer l of weight w_l (part
+of all elements) loses min(age_l, n) steps at a failure that comes n steps after the last recovery: what was
+lost before cannot be lost again, so the sum over all failures never exceeds the steps that were run. Drift is
+carried over a recovery, so layers are written as in a run without failures: the schedule counts steps and
+knows of no failure.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import exp
+
+import numpy as np
+import numpy.typing as npt
+
+from simulations.costs import MethodCosts
+
+Floats = npt.NDArray[np.float64]
+_PHASES, _SAMPLE = 10, 11
+"""Streams of a seed, apart from those of the failures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When each layer is written, repeated for ever.
+
+    Attributes:
+        weights: part of all elements of each layer; they add up to 1.
+        periods: steps after which a layer's writes begin anew.
+        writes: layer -> steps of its writes in [0, period), increasing, at least one.
+        delay_steps: steps until a version counts.
+        together: all layers are shifted alike (they come from one recorded run), else each by itself.
+    """
+
+    weights: tuple[float, ...]
+    periods: tuple[int, ...]
+    writes: tuple[tuple[int, ...], ...]
+    delay_steps: int = 0
+    together: bool = False
+
+    def ages(self, steps: Floats, shifts: Floats) -> Floats:
+        """Steps since the newest version.
+
+        Args:
+            steps: shape (n,), steps run at each failure.
+            shifts: shape (layers,), in [0, 1), where in its period each layer begins.
+
+        Returns:
+            shape (layers, n).
+        """
+        rows = []
+        for period, writes, shift in zip(self.periods, self.writes, shifts, strict=True):
+            place = np.mod(steps - self.delay_steps + np.floor(shift * period), period)
+            known = np.array([writes[-1] - period, *writes], dtype=np.float64)
+            rows.append(place - known[np.searchsorted(known, place, side="right") - 1] + self.delay_steps)
+        return np.array(rows)
+
+
+def schedule_of(cost: MethodCosts, t_iter_s: float, factor: float = 1.0) -> Schedule | None:
+    """The schedule of measured intervals, all stretched by `factor` up to s_max; None for an exact method."""
+    if not cost.layers:
+        return None
+    total = sum(layer.numel for layer in cost.layers)
+    limit = cost.s_max_steps or float("inf")
+    return Schedule(
+        weights=tuple(layer.numel / total for layer in cost.layers),
+        periods=tuple(max(1, round(min(limit, layer.interval_steps * factor))) for layer in cost.layers),
+        writes=((0,),) * len(cost.layers),
+        delay_steps=round(cost.commit_delay_s / (t_iter_s + cost.stall_s)),
+    )
+
+
+def lost_steps(schedule: Schedule, stretches: Floats, seed: int, most: int) -> Floats:
+    """Size-weighted lost steps of a sample of failures.
+
+    Args:
+        schedule: when layers are written.
+        stretches: shape (n,), steps run between two recoveries, each ended by a failure.
+        seed: of the shifts and of the sample.
+        most: size of the sample; all failures if there are fewer.
+
+    Returns:
+        shape (min(n, most),).
+    """
+    steps = np.cumsum(stretches)
+    shifts = np.random.default_rng([seed, _PHASES]).random(len(schedule.weights))
+    if schedule.together:
+        shifts[:] = shifts[0]
+    if len(stretches) > most:
+        chosen = np.random.default_rng([seed, _SAMPLE]).choice(len(stretches), most, replace=False)
+        stretches, steps = stretches[chosen], steps[chosen]
+    lost = np.minimum(schedule.ages(steps, shifts), stretches)
+    weighted: Floats = np.asarray(schedule.weights) @ lost
+    return weighted
+
+
+def expected_lost_steps(schedule: Schedule, cycle_s: float, recovery_s: float, mtbf_s: float) -> float:
+    """Mean lost steps of a failure, exponential law.
+
+    A failure finds a layer at an age drawn evenly from its schedule, and n steps run with P(n >= k) =
+    exp(-(R + k c) / M): E[min(age, n)] = sum_{k>=1} P(age >= k) P(n >= k).
+    """
+    lost = 0.0
+    for weight, period, writes in zip(schedule.weights, schedule.periods, schedule.writes, strict=True):
+        older = _age_survival(period, writes, schedule.delay_steps)
+        k = np.arange(1, len(older) + 1, dtype=np.float64)
+        lost += weight * float((older * np.exp(-k * cycle_s / mtbf_s)).sum())
+    return lost * exp(-recovery_s / mtbf_s)
+
+
+@lru_cache(maxsize=4096)
+def _age_survival(period: int, writes: tuple[int, ...], delay_steps: int) -> Floats:
+    """P(age >= k) for k = 1, 2, ... over all places in the period."""
+    known = np.array([writes[-1] - period, *writes])
+    places = np.arange(period)
+    ages = places - known[np.searchsorted(known, places, side="right") - 1] + delay_steps
+    at_least = np.cumsum(np.bincount(ages)[::-1])[::-1]
+    survival: Floats = at_least[1:] / period
+    return survival
+
+
+def schedule_of_writes(
+    written: npt.NDArray[np.bool_], numel: tuple[int, ...], delay_steps: int = 1
+) -> Schedule:
+    """The schedule of a recorded or replayed run, which begins with all layers saved and repeats for ever.
+
+    Args:
+        written: shape (steps, layers), after the warm-up.
+        numel: elements of each layer.
+        delay_steps: steps until a version counts.
+    """
+    period = len(written) + 1
+    return Schedule(
+        weights=tuple(n / sum(numel) for n in numel),
+        periods=(period,) * len(numel),
+        writes=tuple((0, *(np.flatnonzero(column) + 1).tolist()) for column in written.T),
+        delay_steps=delay_steps,
+        together=True,
+    )

@@ -1,0 +1,137 @@
+"""From costs to methods at their operating points: `matched` and `own_optimum`, side by side.
+
+`matched` gives every interval method the mean persist interval of the composite one (paper 4.4).
+`own_optimum` gives each method the interval that maximises its ETTR at this MTBF; for a composite, whose
+stall falls with the interval for ever, the ETTR with its lost progress charged. Methods that commit at
+every step stay as they are. LayerCheck's K is held fixed (`failure_aware: false`): the optimum stands for
+what it adapts.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from simulations.costs import Costs
+from simulations.failures import FailureModel
+from simulations.lost import Schedule, expected_lost_steps, schedule_of
+from simulations.methods import Method
+from simulations.model import daly_interval_s, empirical_ettr, ettr
+
+Protocol = Literal["matched", "own_optimum"]
+PROTOCOLS: tuple[Protocol, ...] = ("matched", "own_optimum")
+_COARSE, _ROUNDS = 24, 4
+_SMALLEST_FACTOR, _LARGEST_FACTOR = 0.05, 20.0
+MAX_EVENT_SHARE = 0.15
+"""Largest part of the state that LayerCheck writes at one step: no mean interval is below its inverse."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A method as it is simulated.
+
+    Attributes:
+        interval_steps: steps per commit; for a composite its mean persist interval.
+        gpus: devices that the costs are of.
+        schedule: of a composite; None for a method that loses nothing but what it does again.
+    """
+
+    protocol: Protocol
+    method: Method
+    source: str
+    interval_steps: float
+    gpus: int
+    schedule: Schedule | None = None
+
+
+def operating_point(name: str, costs: Costs, protocol: Protocol, failures: FailureModel) -> Point:
+    """One method of the costs under one protocol at one MTBF."""
+    cost = costs.methods[name]
+    method = cost.method(name, costs.t_iter_s)
+    if cost.layers:
+        factor = best_factor(name, costs, failures) if protocol == "own_optimum" else 1.0
+        return composite_at(name, costs, factor, protocol)
+    if cost.commits == "interval":
+        steps = costs.matched_interval_steps
+        if protocol == "own_optimum":
+            steps = best_interval(method, failures, cost.min_interval_steps)
+        method = method.at(max(steps, cost.min_interval_steps))
+    return Point(protocol, method, cost.source, method.interval_steps, costs.gpus)
+
+
+def closed_form(method: Method, failures: FailureModel) -> float:
+    """ETTR of the closed forms: mean recovery of the mix; copies that die with a node are not in it."""
+    recovery_s = method.recovery_s(failures.mix)
+    if failures.repair is not None:
+        recovery_s += failures.repair.mean_s
+    law, given = failures.law, failures.in_recovery
+    if law.name == "bootstrap":
+        gaps_s = np.asarray(law.unit_gaps) * failures.mtbf_s
+        return empirical_ettr(method.tau_s, method.stall_s, recovery_s, gaps_s, given)
+    return ettr(
+        method.tau_s,
+        method.stall_s,
+        recovery_s,
+        failures.mtbf_s,
+        law=law.name,
+        shape=law.shape,
+        failures_in_recovery=given,
+    )
+
+
+# ---------------------------------------------------------------- optima
+
+
+def best_interval(method: Method, failures: FailureModel, smallest: int = 1) -> int:
+    """The interval in steps with the largest ETTR: a search around Daly's, by the law of the failures."""
+    daly = daly_interval_s(method.stall_s, failures.mtbf_s) / method.t_iter_s
+    low, high = smallest, max(smallest + 1, round(8 * daly) + 2)
+    best = smallest
+    for _ in range(_ROUNDS):
+        tried = np.unique(np.geomspace(low, high, _COARSE).round().astype(int))
+        values = [closed_form(method.at(int(steps)), failures) for steps in tried]
+        at = int(np.argmax(values))
+        best = int(tried[at])
+        low, high = int(tried[max(at - 1, 0)]), int(tried[min(at + 1, len(tried) - 1)])
+        if high - low <= 2:
+            break
+    return best
+
+
+def composite_at(name: str, costs: Costs, factor: float, protocol: Protocol = "own_optimum") -> Point:
+    """A composite method with all its intervals stretched by `factor`: the stall falls as less is written."""
+    cost = costs.methods[name]
+    schedule = schedule_of(cost, costs.t_iter_s, factor)
+    assert schedule is not None, f"{name} has no layers"
+    written = sum(weight / period for weight, period in zip(schedule.weights, schedule.periods, strict=True))
+    more = written * cost.mean_interval_steps
+    stall_s = cost.stall_fixed_s + (cost.stall_s - cost.stall_fixed_s) * more
+    if factor == 1.0:
+        stall_s = cost.stall_s
+    method = cost.method(name, costs.t_iter_s).at(1, stall_s)
+    return Point(protocol, method, cost.source, 1 / written, costs.gpus, schedule)
+
+
+def charged_closed_form(point: Point, failures: FailureModel) -> float:
+    """ETTR minus the progress that a composite loses; its lost steps by the exponential law."""
+    plain = closed_form(point.method, failures)
+    if point.schedule is None:
+        return plain
+    recovery_s, mtbf_s = point.method.recovery_s(failures.mix), failures.mtbf_s
+    between_s, spared_s = (mtbf_s, recovery_s) if failures.in_recovery else (mtbf_s + recovery_s, 0.0)
+    lost = expected_lost_steps(point.schedule, point.method.cycle_s, spared_s, mtbf_s)
+    return plain - lost * point.method.t_iter_s / between_s
+
+
+def best_factor(name: str, costs: Costs, failures: FailureModel) -> float:
+    """The stretch of all persist intervals with the largest charged ETTR."""
+    low = max(_SMALLEST_FACTOR, 1 / (MAX_EVENT_SHARE * costs.methods[name].mean_interval_steps))
+    high = max(_LARGEST_FACTOR, low)
+    best = 1.0
+    for _ in range(_ROUNDS):
+        tried = np.geomspace(low, high, _COARSE)
+        values = [charged_closed_form(composite_at(name, costs, float(factor)), failures) for factor in tried]
+        at = int(np.argmax(values))
+        best = float(tried[at])
+        low, high = float(tried[max(at - 1, 0)]), float(tried[min(at + 1, len(tried) - 1)])
+    return best
