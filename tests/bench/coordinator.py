@@ -176,6 +176,7 @@ def memory(folder: Path, ranks: int, events: int) -> dict[str, Any]:
         "rss_mb_after_warm_up": after_warm_up[0],
         "rss_mb_at_the_end": after_warm_up[-1],
         "growth_mb": after_warm_up[-1] - after_warm_up[0],
+        "rss_mb_every_tenth": [mb for _, mb in samples[:: max(1, len(samples) // 10)]],
         "files_in_history": len(bench.storage.list("history")),
         "event_folders": len(bench.storage.list("events")),
     }

@@ -26,7 +26,7 @@ def _processes(head: PrivateHead, words: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            ours = process.environ().get("RAY_ADDRESS") == head.address
+            ours = process.environ().get("LAYERCHECK_HEAD") == str(head.folder)
             if ours and words in " ".join(process.cmdline()) and "sh" not in process.name():
                 found.append(process)
         except psutil.Error:
@@ -45,7 +45,7 @@ def test_a_signal_to_one_process_ends_the_run_with_all_layers_saved_and_the_next
     signals = {"checkpoint.settings.preemption_signals": f"[{name}]"}
     run = start_app(head, tmp_path, "told", **{"train.steps": 100_000, **signals})
     _trains(run, tmp_path / "told", 1, 12)
-    told = _processes(head, "RayTrainWorker") if who == "worker" else _processes(head, "-m app --config")
+    told = _processes(head, "RayTrainWorker") if who == "worker" else _processes(head, " -m app ")
     assert len(told) == (2 if who == "worker" else 1)
     os.kill(told[-1].pid, signal.Signals[name])
     code, output = finish(run)
