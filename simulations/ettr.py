@@ -68,19 +68,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plans(options: argparse.Namespace) -> list[Plan]:
     """One plan for a range of MTBFs; with `--cluster` one for each size, each with costs of its own."""
-    shared = {
-        "failures": failure_model(options),
-        "seeds": int(positive("seeds", options.seeds)),
-        "horizon_s": positive("days", options.days) * 86400,
-    }
-    costs = load_costs(options.costs)
+    costs, failures = load_costs(options.costs), failure_model(options)
+    seeds, horizon_s = int(positive("seeds", options.seeds)), positive("days", options.days) * 86400
     if options.cluster:
         rate, scaled = parse_rate(options.rate), scaling(options)
         sizes = {gpus: mtbf_of_cluster(gpus / GPUS_PER_NODE, rate) for gpus in CLUSTER_GPUS}
-        return [Plan(scaled.costs(costs, gpus), (mtbf_s,), **shared) for gpus, mtbf_s in sizes.items()]
+        return [
+            Plan(scaled.costs(costs, gpus), (mtbf_s,), failures, seeds, horizon_s=horizon_s)
+            for gpus, mtbf_s in sizes.items()
+        ]
     low, high = (positive("mtbf_h", hours) * 3600 for hours in options.mtbf_h)
     points = int(positive("points", options.points))
-    return [Plan(costs, tuple(np.geomspace(low, high, points).tolist()), **shared)]
+    mtbf_s = tuple(float(one) for one in np.geomspace(low, high, points))
+    return [Plan(costs, mtbf_s, failures, seeds, horizon_s=horizon_s)]
 
 
 def _run(plans: list[Plan], options: argparse.Namespace) -> None:

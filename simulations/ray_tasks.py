@@ -32,12 +32,13 @@ def run_on_ray(cells: list[Cell]) -> Iterable[CellResult]:
         raise LayerCheckError(
             "RAY_ADDRESS is set but Ray is not installed: install layercheck[ray], or pass --here"
         ) from None
-    _join(ray)
-    task = ray.remote(num_cpus=1)(run_cell)
+    cluster: Any = ray
+    _join(cluster)
+    task = cluster.remote(num_cpus=1)(run_cell)
     todo = iter(cells)
     flying = deque[Any](task.remote(cell) for cell in islice(todo, _IN_FLIGHT))
     while flying:
-        yield _get(ray, flying.popleft())
+        yield _get(cluster, flying.popleft())
         flying.extend(task.remote(cell) for cell in islice(todo, 1))
 
 

@@ -39,7 +39,6 @@ def costs_of_run(store: str) -> Costs:
     t_iter_s = float(np.median(rows["step_s"] - rows["stall_s"]))
     recovery, spread = _recovery(summary, t_iter_s, store)
     full = _full_copy(recorded, store)
-    shared = {"recovery": recovery, "spread": spread}
     return Costs(
         format_version=1,
         title=f"run {summary['run']}",
@@ -58,14 +57,16 @@ def costs_of_run(store: str) -> Costs:
                 full_stall_s=full.copy_s,
                 measured={key: float(summary[key]) for key in ("bytes_written", "events", "layer_writes")},
                 note="stall: mean over the steps after the warm-up",
-                **shared,
+                recovery=recovery,
+                spread=spread,
             ),
             "full_sync": MethodCosts(
                 source="derived",
                 commits="interval",
                 stall_s=full.copy_s + full.write_s,
                 note="stall = copy + durable write of the full event that ended the warm-up",
-                **shared,
+                recovery=recovery,
+                spread=spread,
             ),
             "full_async": MethodCosts(
                 source="derived",
@@ -74,7 +75,8 @@ def costs_of_run(store: str) -> Costs:
                 min_interval_steps=max(1, ceil(full.write_s / t_iter_s)),
                 commit_delay_s=full.write_s,
                 note="stall = copy of that event; no second one before it is durable",
-                **shared,
+                recovery=recovery,
+                spread=spread,
             ),
         },
     )

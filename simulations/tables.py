@@ -1,6 +1,6 @@
 """Outcomes of a sweep as a table for people, as Parquet, and the MTBFs at which two methods change places."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import exp, log
@@ -122,9 +122,6 @@ def _changes(one: str, other: str, curves: dict[str, _Curve]) -> list[tuple[str,
             mtbf_s = exp(log(low_s) + part * (log(high_s) - log(low_s)))
             found.append((one, other, mtbf_s) if after > 0 else (other, one, mtbf_s))
     return found
-
-
-_Value = Callable[[Outcome], float]
 
 
 def _plain(outcome: Outcome) -> float:

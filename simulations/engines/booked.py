@@ -35,7 +35,7 @@ class Booked:
     @property
     def total_s(self) -> float:
         """All seconds."""
-        return sum(getattr(self, name) for name in SECONDS)
+        return float(sum(getattr(self, name) for name in SECONDS))
 
     @property
     def counted_s(self) -> float:
