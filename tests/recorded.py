@@ -41,7 +41,8 @@ class RecordedRun(SimulatedRun):
             mine = self.decisions[before:]
             decision = next((one for one in mine if one.writes), mine[-1])
             costs = StepReport(step, layers_written=len(decision.writes))
-            self.log.step(costs, {"loss": 1.0}, self.last, decision, self.ledger)
+            self.log.observed(self.last, self.ledger)
+            self.log.step(costs, {"loss": 1.0}, decision, self.ledger)
 
 
 def record_run(
