@@ -1,6 +1,6 @@
 """Pictures of a sweep, PNG and SVG; the only file that loads matplotlib, and only when it draws."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,10 @@ def draw_breakdown(outcomes: Sequence[Outcome], path: Path, mtbf_h: float = 0.5)
 
 
 def draw_lines(
-    lines: dict[str, tuple[Sequence[float], Sequence[float]]], path: Path, labels: tuple[str, str], log: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    path: Path,
+    labels: tuple[str, str],
+    log: str,
 ) -> None:
     """Plain curves.
 

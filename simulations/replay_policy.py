@@ -90,7 +90,7 @@ def committed_steps(trace: Trace) -> Ints:
     flight, so its newest version was committed, too; a full event takes all layers whatever is in flight.
     Commits come in step order.
     """
-    is_full = trace.written.all(axis=1)[:, None]
+    is_full = np.all(trace.written, axis=1, keepdims=True)
     versions = np.where(is_full, -1.0, trace.steps[:, None] - trace.age)
     return np.maximum.accumulate(versions.max(axis=1)).astype(np.int64)
 
@@ -146,7 +146,7 @@ def figures(done: Replayed) -> dict[str, Any]:
     nbytes, numel = np.array(trace.nbytes), np.array([layer.numel for layer in trace.layer_map.trainable])
     weights = numel / numel.sum()
     written = done.written[after]
-    selective = written & ~written.all(axis=1)[:, None]
+    selective = written & ~np.all(written, axis=1, keepdims=True)
     event_bytes = selective @ nbytes
     event_bytes = event_bytes[event_bytes > 0]
     ages = trace.steps[after, None] - done.committed[after]
@@ -175,8 +175,8 @@ def figures(done: Replayed) -> dict[str, Any]:
 def _lost_drift(done: Replayed) -> Floats:
     """Path drift of each layer since its committed version, after each step."""
     total = np.vstack([np.zeros(done.trace.delta.shape[1]), np.cumsum(done.trace.delta, axis=0)])
-    now: Floats = total[1:]
-    return now - np.take_along_axis(total, np.maximum(done.committed, 0), axis=0)
+    lost: Floats = total[1:] - np.take_along_axis(total, np.maximum(done.committed, 0), axis=0)
+    return lost
 
 
 def with_settings(config: LayerCheckConfig, **changes: object) -> LayerCheckConfig:
