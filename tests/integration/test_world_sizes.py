@@ -16,6 +16,8 @@ from tests.harness import run_ranks
 from tests.integration.ranks import open_session, train
 
 HIDDEN = 30
+SETTINGS = {"embedding_factor": 20, "s_max": 30}
+"""The embedding keeps the version of its warm-up while the blocks are written every few steps."""
 
 
 def _note(folder: str, session: Any, step: int) -> None:
@@ -28,7 +30,7 @@ def _note(folder: str, session: Any, step: int) -> None:
 
 def _recover(storage: str, save: bool = False) -> dict[str, Any]:
     engine = micro.build(99, hidden=HIDDEN)
-    session = open_session(engine, storage)
+    session = open_session(engine, storage, **SETTINGS)
     receipt = session.resume().receipt.model_dump()
     parts = flat.parts_of(engine)
     if save:
@@ -70,7 +72,7 @@ def _killed(tmp: Path) -> tuple[Path, Path]:
 
 def _run(world_size: int, tmp: Path, storage: Path, notes: Path, kill_at: int) -> None:
     each_step: Callable[[Any, int], None] = partial(_note, str(notes))
-    job = partial(train, kill_at=kill_at, each_step=each_step, hidden=HIDDEN)
+    job = partial(train, kill_at=kill_at, each_step=each_step, settings=SETTINGS, hidden=HIDDEN)
     assert run_ranks(world_size, tmp, job, str(storage), 99) == [None] * world_size
 
 
