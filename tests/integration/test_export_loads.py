@@ -14,7 +14,7 @@ from tests import flat, micro
 from tests.harness import run_ranks
 from tests.integration.ranks import open_session, train
 
-MORE = 5
+MORE = 3
 """Steps after the load."""
 FROZEN = ("embed_tokens", "layers.0")
 
