@@ -22,6 +22,7 @@ from layercheck.updates import OptimizerCalls
 
 MASTER = "fp32"
 FROZEN = "weight"
+_SCHEDULED = ("lr", "momentum", "betas")
 
 
 def describe_model(model: nn.Module) -> LayerMap:
@@ -213,6 +214,9 @@ class Zero3Engine:
         state: dict[str, Any] = {"skipped": self.skipped, "loss_scale": float(self.zero.loss_scale)}
         if self.engine.lr_scheduler is not None:
             state["lr_scheduler"] = self.engine.lr_scheduler.state_dict()
+            # A scheduler sets its values when it steps: those of the next update are in the groups alone.
+            groups = self.optimizer.param_groups
+            state["groups"] = [{key: group[key] for key in _SCHEDULED if key in group} for group in groups]
         return state
 
     def set_global_state(self, step: int, state: dict[str, Any]) -> None:
@@ -226,6 +230,10 @@ class Zero3Engine:
             self.zero.loss_scaler.cur_scale = state["loss_scale"]
         if engine.lr_scheduler is not None and "lr_scheduler" in state:
             engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+            for group, values in zip(
+                self.optimizer.param_groups, state.get("group_values", ()), strict=False
+            ):
+                group.update(values)
 
     # ------------------------------------------------------------------ hooks
 

@@ -172,3 +172,40 @@ def _skipped_step() -> dict[str, float]:
 def test_a_skipped_step_adds_no_drift(tmp_path: Path) -> None:
     for delta in run_ranks(2, tmp_path, _skipped_step):
         assert set(delta.values()) == {0.0}
+
+
+def _rates_around_a_restore() -> tuple[list[float], list[float]]:
+    """Rates of steps 5 and 6 of a warm-up: uninterrupted, and by a fresh engine from the state of step 4."""
+    import json
+
+    import torch
+    from deepspeed.runtime.lr_schedules import WarmupLR
+
+    from layercheck.zero3 import Zero3Engine
+
+    def build() -> tuple[Any, Zero3Engine]:
+        engine = micro.build(sub_group_size=10**9)
+        engine.lr_scheduler = WarmupLR(engine.optimizer, 0.0, 1e-3, warmup_num_steps=50)
+        return engine, Zero3Engine(engine)
+
+    def rate_of_next_step(engine: Any) -> float:
+        rate = float(engine.optimizer.optimizer.param_groups[0]["lr"])
+        tokens = torch.zeros(1, micro.SEQ, dtype=torch.long)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        return rate
+
+    engine, zero3 = build()
+    for _ in range(4):
+        rate_of_next_step(engine)
+    state = json.loads(json.dumps(zero3.global_state()))
+    uninterrupted = [rate_of_next_step(engine) for _ in range(2)]
+    fresh, restored = build()
+    restored.set_global_state(4, state)
+    return uninterrupted, [rate_of_next_step(fresh) for _ in range(2)]
+
+
+def test_the_first_step_after_a_recovery_has_the_rate_of_the_schedule(tmp_path: Path) -> None:
+    uninterrupted, recovered = run_ranks(1, tmp_path, _rates_around_a_restore)[0]
+    assert recovered == uninterrupted
+    assert uninterrupted[0] != uninterrupted[1]
