@@ -230,9 +230,7 @@ class Zero3Engine:
             self.zero.loss_scaler.cur_scale = state["loss_scale"]
         if engine.lr_scheduler is not None and "lr_scheduler" in state:
             engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-            for group, values in zip(
-                self.optimizer.param_groups, state.get("group_values", ()), strict=False
-            ):
+            for group, values in zip(self.optimizer.param_groups, state.get("groups", ()), strict=False):
                 group.update(values)
 
     # ------------------------------------------------------------------ hooks
