@@ -46,7 +46,7 @@ def save_before_end(
         parts: what to save.
         grace_s: seconds from now; the same on all ranks.
         save: takes one part under the number given, and returns this rank's bytes.
-        poll: one look at the news, as `Session._poll`.
+        poll: one look at the news, see `Exchange.poll`.
 
     Returns:
         What is known to be committed, and the bytes that this rank handed over.
