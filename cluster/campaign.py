@@ -90,6 +90,7 @@ class Campaign:
             )
         first_s = time.monotonic() - self._began_s
         print(f"the run trains after {first_s:.0f} s; {self._kills} kills follow", flush=True)
+        self._train_on(self._run.position()[1] + self._rng.randint(0, _MAX_STEPS_BETWEEN))
         while self.score.kills < self._kills and self.score.hangs < _MAX_HANGS:
             self._kill()
             if self._rng.random() < _IN_RECOVERY and self.score.kills < self._kills:

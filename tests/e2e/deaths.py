@@ -19,6 +19,7 @@ from tests.e2e.runs import ROOT, summary
 
 STEPS = 30
 RUN = "run"
+COORDINATOR = "ray::CoordinatorActor"
 
 
 class Deaths:

@@ -1,4 +1,7 @@
-"""`python -m cluster.campaign`: random kills of a real run; nothing is lost, wrong or hanging."""
+"""`python -m cluster.campaign`: random kills of a real run; nothing is lost, wrong or hanging.
+
+The default run has its three kills and the same judge in test_kill_and_continue.py, which has a run anyway.
+"""
 
 import json
 import os
@@ -49,8 +52,9 @@ def check(result: dict[str, Any], kills: int) -> None:
     assert result["compared"] > 10 * kills, "hardly anything was compared"
 
 
+@pytest.mark.slow
 def test_three_kills(tmp_path):
-    check(campaign(tmp_path, 3, seed=584), 3)
+    check(campaign(tmp_path, 3, seed=17624), 3)
 
 
 @pytest.mark.slow

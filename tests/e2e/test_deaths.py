@@ -7,11 +7,10 @@ import pytest
 
 from cluster.head import PrivateHead, start_head
 from cluster.locks import prepare_extensions
-from tests.e2e.deaths import STEPS, Deaths, kill, process_of, processes_of
+from tests.e2e.deaths import COORDINATOR, STEPS, Deaths, kill, process_of, processes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 RAISED, BOTH, STOPPED = 10, 16, 22
-COORDINATOR = "ray::CoordinatorActor"
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,10 @@ from statistics import mean
 
 import pytest
 
+from cluster.campaign_checks import Judge
 from cluster.head import PrivateHead, start_head
 from cluster.locks import prepare_extensions
+from tests.e2e.deaths import COORDINATOR, kill, process_of
 from tests.e2e.runs import (
     committed_versions,
     finish,
@@ -36,14 +38,31 @@ def head() -> Iterator[PrivateHead]:
 
 @pytest.fixture(scope="module")
 def killed(head: PrivateHead, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of 30 steps whose rank 1 was killed once; it began with a stale extension lock."""
+    """A finished run of 30 steps that began with a stale extension lock and met three kills.
+
+    The coordinator was killed in training, rank 1 after a step, and the coordinator again in the recovery.
+    """
     storage = tmp_path_factory.mktemp("storage")
     (op,) = Path(prepare_extensions(storage / "killed")["TORCH_EXTENSIONS_DIR"]).glob("deepspeed_*")
     (op / "lock").touch()
-    kill = f"[{{rank: 1, step: {KILL_STEP}}}]"
-    code, output = finish(start_app(head, storage, "killed", **{"faults.kill": kill}))
+    run = storage / "killed"
+    faults = {"faults.kill": f"[{{rank: 1, step: {KILL_STEP}}}]", "faults.witness": run / "witness"}
+    process = start_app(head, storage, "killed", **faults)
+    wait_until(lambda: progress_step(run, 1) >= 4, process)
+    kill(process_of(head, COORDINATOR))
+    wait_until(lambda: any(run.glob("layercheck/attempts/a002*")), process)
+    kill(process_of(head, COORDINATOR))
+    code, output = finish(process)
     assert code == 0, output[-4000:]
-    return storage / "killed"
+    return run
+
+
+def test_nothing_was_lost_or_wrong_and_every_step_was_run_once(killed):
+    judge = Judge(killed / "layercheck", killed / "witness")
+    judge.finish()
+    assert judge.verdict.problems == []
+    assert judge.verdict.compared > 2 * 8, "both ranks, all layers"
+    assert 0 < judge.verdict.max_age <= 16
 
 
 def test_a_killed_rank_costs_no_step(killed):
@@ -89,7 +108,8 @@ def test_the_ages_in_the_receipt_equal_what_the_commits_say(killed):
 
 
 def test_the_same_name_again_continues_the_run_with_all_ages_zero(head, killed):
-    code, output = finish(start_app(head, killed.parent, "killed", **{"train.steps": STEPS + 3}))
+    more = {"train.steps": STEPS + 3, "faults.witness": killed / "witness"}
+    code, output = finish(start_app(head, killed.parent, "killed", **more))
     assert code == 0, output[-4000:]
     found = summary(killed)
     assert found["steps"] == STEPS + 3
