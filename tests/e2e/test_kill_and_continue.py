@@ -12,6 +12,7 @@ from statistics import mean
 import pytest
 
 from cluster.campaign_checks import Judge
+from app.bundled import rows
 from cluster.head import PrivateHead, start_head
 from cluster.locks import prepare_extensions
 from tests.e2e.deaths import COORDINATOR, kill, process_of
@@ -128,8 +129,9 @@ def test_the_run_exports_to_a_model_with_its_tokenizer(killed, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(out)
     assert len(tokenizer) <= model.config.vocab_size
-    ids = tokenizer("The statement is executed.", return_tensors="pt").input_ids
-    assert float(model(ids, labels=ids).loss) < 7.6, "an untrained model of 2,048 tokens is at 7.62"
+    answer = rows()[0]["conversations"][1]["value"]
+    ids = tokenizer(answer, return_tensors="pt").input_ids
+    assert float(model(ids, labels=ids).loss) < 7.3, "an untrained model of 2,048 tokens is at 7.62"
 
 
 @pytest.mark.slow

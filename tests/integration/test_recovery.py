@@ -109,7 +109,8 @@ def _first_update(storage: str) -> dict[str, Any]:
     def before(group: Any, lr: float) -> None:
         gradient = engine.optimizer.fp32_partitioned_groups_flat[group.index].grad.double().numpy()
         found = look(group) | {"g": np.concatenate([gradient[b : b + n] for b, n in group.segments])}
-        settings = engine.optimizer.optimizer.param_groups[group.group]
+        # Inside a call the list may hold that one group alone, see `updates.py`.
+        settings = next(each for each in engine.optimizer.optimizer.param_groups if each["params"])
         facts = {key: settings[key] for key in ("betas", "eps", "weight_decay")}
         seen.append({"layer": group.layer, "lr": lr, "before": found, **facts})
 
@@ -135,7 +136,7 @@ def test_the_first_update_of_each_layer_is_adams_with_the_layers_own_step(
         for one in result["seen"]:
             updated = _adamw(one, result["steps"][one["layer"]] + 1)
             assert np.abs(one["before"]["g"]).max(initial=0) > 0
-            np.testing.assert_allclose(one["after"], updated, rtol=0, atol=2e-8, err_msg=one["layer"])
+            np.testing.assert_allclose(one["after"], updated, rtol=3e-7, atol=2e-8, err_msg=one["layer"])
 
 
 def _adamw(seen: dict[str, Any], step: int) -> np.ndarray:

@@ -223,7 +223,7 @@ def _train_on_a_storage_that_never_commits(storage: str, on_bound: str) -> dict[
     store = SlowStorage(_store(storage))
     store.gate.set()
     engine = micro.build()
-    settings = {"on_bound": on_bound, "storage_wait_s": 2.0, "staging_bytes": 64 << 20}
+    settings = {"on_bound": on_bound, "storage_wait_s": 6.0, "staging_bytes": 64 << 20}
     session = open_session(engine, storage, store=store, **settings)
     session.resume()
     ended: str | None = None

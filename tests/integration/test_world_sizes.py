@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.integration.ranks import open_session, train
 
 HIDDEN = 30
 SETTINGS = {"embedding_factor": 20, "s_max": 30, "warmup_steps": 4, "warmup_full_every": 2}
-"""The embedding keeps the version of its warm-up while the blocks are written every few steps."""
+"""The embedding keeps its version while the blocks are written every few steps."""
 KILLED, KILLED_AGAIN = 11, 17
 
 
@@ -63,17 +64,26 @@ def _assert_is_the_composite(storage: Path, notes: Path, results: list[dict[str,
             assert {float(parts[f"{name}/step"]) for parts in live} == {float(layer["step"])}
 
 
+def _note_and_wait(folder: str, storage: str, session: Any, step: int) -> None:
+    """No rank goes into its death before something of its attempt is committed."""
+    _note(folder, session, step)
+    events = Path(storage, "run/layercheck/events")
+    deadline = time.monotonic() + 60
+    while step == KILLED_AGAIN and not any(events.glob(f"*.a{session._open.number:03d}/commit.parquet")):
+        assert time.monotonic() < deadline, "nothing was committed"
+        time.sleep(0.05)
+
+
 def _killed(tmp: Path) -> tuple[Path, Path]:
-    """Two ranks, killed after step 11; every step noted."""
+    """Two ranks, killed after step 11, of which all is saved; every step noted."""
     storage, notes = tmp / "store", tmp / "notes"
     notes.mkdir()
-    _run(2, tmp, storage, notes, kill_at=KILLED)
+    _run(2, tmp, storage, partial(_note, str(notes)), kill_at=KILLED, save_at=KILLED)
     return storage, notes
 
 
-def _run(world_size: int, tmp: Path, storage: Path, notes: Path, kill_at: int) -> None:
-    each_step: Callable[[Any, int], None] = partial(_note, str(notes))
-    job = partial(train, kill_at=kill_at, each_step=each_step, settings=SETTINGS, hidden=HIDDEN)
+def _run(world_size: int, tmp: Path, storage: Path, note: Callable[[Any, int], None], **ends: int) -> None:
+    job = partial(train, each_step=note, settings=SETTINGS, hidden=HIDDEN, **ends)
     assert run_ranks(world_size, tmp, job, str(storage), 99) == [None] * world_size
 
 
@@ -87,7 +97,8 @@ def _world_sizes(storage: Path, receipt: dict[str, Any]) -> set[int]:
 
 def test_a_composite_of_two_world_sizes_is_recovered_at_either(tmp_path: Path) -> None:
     storage, notes = _killed(tmp_path)
-    _run(3, tmp_path, storage, notes, kill_at=KILLED_AGAIN)
+    note = partial(_note_and_wait, str(notes), str(storage))
+    _run(3, tmp_path, storage, note, kill_at=KILLED_AGAIN)
     padded = [
         np.isnan(parts[key]).sum()
         for parts in _noted(notes, KILLED_AGAIN, 2)
