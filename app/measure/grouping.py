@@ -19,6 +19,7 @@ from layercheck.zero3 import Zero3Engine
 
 _STEPS = 30
 _WIDTH = 16
+_ALL_REDUCES = 300
 
 
 class _Blocks(torch.nn.Module):
@@ -40,6 +41,18 @@ def grouping_ms(rank: int, storage: str, blocks: tuple[int, ...]) -> dict[str, f
         str(count): 1000 * (_step_s(storage, count, "layer") - _step_s(storage, count, "stock"))
         for count in blocks
     }
+
+
+def scalar_all_reduce_ms(rank: int) -> float:
+    """Median milliseconds of an all-reduce of one number; DeepSpeed makes one for each group's norm."""
+    seconds = []
+    for _ in range(_ALL_REDUCES):
+        value = torch.zeros(1)
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(value)
+        seconds.append(time.perf_counter() - started)
+    return 1000 * statistics.median(seconds)
 
 
 def _step_s(storage: str, num_blocks: int, groups: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from app.measure.arms import ARMS, measure_arms
 from app.measure.drift_error import DriftPairs, measure_drift
-from app.measure.grouping import grouping_ms
+from app.measure.grouping import grouping_ms, scalar_all_reduce_ms
 from app.measure.ranks import run_on_ranks
 from app.measure.raw_write import write_rate_ratio
 from app.measure.regime import CHECKPOINT, FULL, QUICK, WORLD_SIZE, Regime
@@ -31,8 +31,13 @@ def measure_saving(out: Path, quick: bool) -> dict[str, Any]:
         }
         drift = run_on_ranks(WORLD_SIZE, LIMIT_S, measure_drift, folder, regime)[0]
         grouping = run_on_ranks(WORLD_SIZE, LIMIT_S, grouping_ms, folder, BLOCK_COUNTS)[0]
+        all_reduce_ms = run_on_ranks(WORLD_SIZE, LIMIT_S, scalar_all_reduce_ms)[0]
         rate = write_rate_ratio(Path(folder), written["saving"].median_shard_bytes, regime.num_write_pairs)
-    result = _figures(arms, written, drift, regime) | {"grouping_ms": grouping, "write_rate_ratio": rate}
+    result = _figures(arms, written, drift, regime) | {
+        "grouping_ms": grouping,
+        "scalar_all_reduce_ms": all_reduce_ms,
+        "write_rate_ratio": rate,
+    }
     (out / "saving.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
 
