@@ -163,7 +163,21 @@ def write_progress(storage: Storage, progress: Progress) -> None:
 
 def read_progress(storage: Storage, attempt: int) -> Progress | None:
     """Progress of an attempt, None if there is none that can be read."""
-    return _load_or_note(storage, progress_file(attempt), Progress, [])
+    return _progress(storage, attempt, [])
+
+
+def _progress(storage: Storage, attempt: int, notes: list[str]) -> Progress | None:
+    """Where a rename over a taken name is refused, a crash can leave the finished temp file alone: it counts.
+
+    Its digest says that it is whole.
+    """
+    found = _load_or_note(storage, progress_file(attempt), Progress, notes)
+    if found is not None:
+        return found
+    temps = [f"attempts/{name}" for name in storage.list("attempts") if name.startswith(TEMP_PREFIX)]
+    records = [_load_or_note(storage, path, Progress, []) for path in temps]
+    own = [record for record in records if record is not None and record.attempt == attempt]
+    return max(own, key=lambda record: record.beat, default=None)
 
 
 def write_receipt(storage: Storage, attempt: int, receipt: dict[str, Any]) -> None:
@@ -266,7 +280,7 @@ def load_facts(storage: Storage) -> StoreFacts:
     commits, damaged, commit_notes = load_commits(storage)
     numbers = sorted({*attempt_numbers(storage), *(commit.event.attempt for commit in commits)})
     attempts = _read_attempts(storage, numbers, commits, notes)
-    progress = {n: _load_or_note(storage, progress_file(n), Progress, notes) for n in numbers}
+    progress = {n: _progress(storage, n, notes) for n in numbers}
     receipts = {n: read_receipt(storage, n) for n in numbers}
     bad, bad_plans = _read_blacklist(storage, notes)
     return StoreFacts(

@@ -333,8 +333,8 @@ class LocalStorage:
     def _replace(self, temp: str, target: str) -> None:
         """Renames. Where a taken name is refused (some mounted object and Windows shares) it goes first.
 
-        A crash between leaves neither. Only progress and receipts are ever replaced, and recovery does
-        without them; so does a commit or shard that is written a second time, whose first try has failed.
+        A crash between leaves the temp file alone. Only progress (for which the journal then looks there) and
+        receipts are ever replaced; and a commit or shard that is written again, whose first try has failed.
         """
         try:
             self._os.rename(temp, target)

@@ -121,6 +121,22 @@ def test_unfinished_writes_are_no_records(storage: LocalStorage) -> None:
     assert sorted(journal.unfinished(storage)) == ["attempts/.tmp-1-a009.json", "blacklist/.tmp-1"]
 
 
+def test_progress_whose_name_is_gone_is_found_in_the_newest_whole_temp_file(storage: LocalStorage) -> None:
+    """As a crash leaves it where a rename over a taken name is refused, and the old file has to go first."""
+    with_base(storage)
+    written = journal.read_progress(storage, 1)
+    assert written is not None
+    newest = written.model_copy(update={"step": written.step + 2, "beat": written.beat + 2})
+    foreign = newest.model_copy(update={"attempt": 7, "beat": 99})
+    for name, record in (("1", written), ("2", newest), ("3", foreign)):
+        storage.write(f"attempts/.tmp-{name}", [journal.dump(record)])
+    storage.write("attempts/.tmp-4", [journal.dump(newest)[:-9]])
+    assert journal.read_progress(storage, 1) == written, "its own file comes first"
+    storage.delete(journal.progress_file(1))
+    assert journal.read_progress(storage, 1) == newest
+    assert journal.load_facts(storage).progress == {1: newest}
+
+
 def test_history_parts_do_not_overwrite_each_other(storage: LocalStorage) -> None:
     commit = a_commit(storage)  # its warm-up left one part
     history.append_history(storage, 1, commit.records)
