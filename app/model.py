@@ -166,7 +166,8 @@ def _stock_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same parameters in two groups, matrices and vectors, whether their decay differs or not."""
     merged: dict[bool, dict[str, Any]] = {}
     for group in groups:
-        matrices = len(group["params"][0].ds_shape) > 1
+        first = group["params"][0]
+        matrices = len(getattr(first, "ds_shape", first.shape)) > 1  # partitioned or not
         empty = {"params": [], "weight_decay": group["weight_decay"]}
         merged.setdefault(matrices, empty)["params"] += group["params"]
     return list(merged.values())

@@ -25,13 +25,14 @@ def measure_saving(out: Path, quick: bool) -> dict[str, Any]:
     regime = QUICK if quick else FULL
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="saving-", dir=out) as folder:
+        # What is short comes first: an error in it must not cost the long part.
+        grouping = run_on_ranks(WORLD_SIZE, LIMIT_S, grouping_ms, folder, BLOCK_COUNTS)[0]
+        all_reduce_ms = run_on_ranks(WORLD_SIZE, LIMIT_S, scalar_all_reduce_ms)[0]
+        drift = run_on_ranks(WORLD_SIZE, LIMIT_S, measure_drift, folder, regime)[0]
         arms = run_on_ranks(WORLD_SIZE, LIMIT_S, measure_arms, folder, regime)
         written = {
             name: written_in(f"{folder}/{name}/run", regime.last_step) for name in ARMS if name != "stock"
         }
-        drift = run_on_ranks(WORLD_SIZE, LIMIT_S, measure_drift, folder, regime)[0]
-        grouping = run_on_ranks(WORLD_SIZE, LIMIT_S, grouping_ms, folder, BLOCK_COUNTS)[0]
-        all_reduce_ms = run_on_ranks(WORLD_SIZE, LIMIT_S, scalar_all_reduce_ms)[0]
         rate = write_rate_ratio(Path(folder), written["saving"].median_shard_bytes, regime.num_write_pairs)
     result = _figures(arms, written, drift, regime) | {
         "grouping_ms": grouping,
