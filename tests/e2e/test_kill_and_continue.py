@@ -108,6 +108,7 @@ def test_the_ages_in_the_receipt_equal_what_the_commits_say(killed):
     }
 
 
+@pytest.mark.slow
 def test_the_same_name_again_continues_the_run_with_all_ages_zero(head, killed):
     more = {"train.steps": STEPS + 3, "faults.witness": killed / "witness"}
     code, output = finish(start_app(head, killed.parent, "killed", **more))

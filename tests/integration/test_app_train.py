@@ -60,6 +60,7 @@ def _losses(storage: str) -> list[float]:
     return seen
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_same_at_every_world_size_and_falls(tmp_path: Path) -> None:
     traces = {n: run_ranks(n, tmp_path, _losses, str(tmp_path / str(n))) for n in (1, 3)}
     for world_size, ranks in traces.items():
@@ -308,6 +309,7 @@ def _protected(storage: str, steps: int, submission: str, kill_at: int) -> tuple
     return losses, result
 
 
+@pytest.mark.slow
 def test_i10_a_run_ended_and_extended_has_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
     whole, _ = run_ranks(2, tmp_path, _protected, str(tmp_path / "whole"), 10, "one", 0)[0]
     first, ended = run_ranks(2, tmp_path, _protected, str(tmp_path / "parts"), 6, "one", 0)[0]

@@ -90,6 +90,7 @@ def test_the_token_can_be_read_by_its_owner_alone(head):
     assert stat.S_IMODE(head.folder.stat().st_mode) == 0o700
 
 
+@pytest.mark.slow
 def test_a_second_head_comes_and_goes_and_the_first_does_not_notice(head, project):
     before = set(_members(head))
     with start_head(num_cpus=1) as second:

@@ -104,6 +104,7 @@ def test_with_a_lag_every_step_has_its_rows_and_the_last_step_its_heartbeat(late
     assert (progress["step"], progress["trainer_state"]["step"]) == (STEPS, STEPS)
 
 
+@pytest.mark.slow
 def test_i10_with_a_lag_a_recovery_from_save_now_is_exact(tmp_path: Path, late_run: Any) -> None:
     storage = str(tmp_path / "store")
     die = partial(train, kill_at=SAVED_AT, save_at=SAVED_AT, late=True)

@@ -84,6 +84,7 @@ def _train_on_stuck_storage(storage: str) -> dict[str, Any]:
     return result | {"wall_s": time.monotonic() - started}
 
 
+@pytest.mark.slow
 def test_where_the_time_is_short_what_was_committed_counts_and_the_rest_is_older(tmp_path: Path) -> None:
     storage = tmp_path / "store"
     results = run_ranks(2, tmp_path, _train_on_stuck_storage, str(storage))

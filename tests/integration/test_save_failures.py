@@ -199,6 +199,7 @@ def test_i9_a_storage_that_fails_three_times_is_asked_a_fourth_time_and_nothing_
     assert {step for step in chosen if step > FAILS_FROM} <= set(_commits(storage))
 
 
+@pytest.mark.slow
 def test_i9_the_drift_of_a_lost_event_is_given_back_on_every_rank(tmp_path: Path) -> None:
     storage = str(tmp_path / "store")
     results = run_ranks(2, tmp_path, _fail_some_writes, storage, 2, 1)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 
 from layercheck.persistence.storage import LocalStorage
 from tests import micro
@@ -72,6 +73,7 @@ def test_i6_each_file_of_the_newest_event_deleted_or_cut_costs_just_its_layers_a
             assert {layer["name"] for layer in receipt["layers"] if layer["fallback"]} == hit, name
 
 
+@pytest.mark.slow
 def test_i11_frozen_layers_are_written_once_and_a_recovery_brings_them_back_bit_by_bit(
     tmp_path: Path,
 ) -> None:

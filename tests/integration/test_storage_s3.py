@@ -62,6 +62,7 @@ def _all_objects(storage: Storage, folder: str, found: dict[str, int]) -> dict[s
     return found
 
 
+@pytest.mark.slow
 def test_a_run_on_s3_is_killed_and_goes_on_at_the_next_step(uri: str, tmp_path: Path) -> None:
     undisturbed = run_ranks(2, tmp_path, train, str(tmp_path / "local"), STEPS)[0]["losses"]
     die = partial(_train_with_keys, kill_at=KILL_AT, save_at=KILL_AT)
