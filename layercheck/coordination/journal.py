@@ -116,12 +116,14 @@ def read_run(storage: Storage) -> RunRecord | None:
         StoreMismatchError: `run.json` is damaged, or missing beside events: never a fresh start (I7).
     """
     if storage.size(RUN_FILE) is None:
-        if events := event_folders(storage):
+        events = event_folders(storage)
+        if not events:
+            return None
+        if storage.size(RUN_FILE) is None:  # else another submission has begun the run between the two looks
             raise StoreMismatchError(
                 f"{storage.root} holds {len(events)} events and no {RUN_FILE}: restore it or use another run",
                 path=RUN_FILE,
             )
-        return None
     try:
         return _load(storage, RUN_FILE, RunRecord)
     except ValueError as error:

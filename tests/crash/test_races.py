@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from layercheck.coordination import journal
@@ -109,6 +109,7 @@ def test_i15_of_two_submissions_that_both_insist_one_survives(
 
 
 @EXAMPLES
+@example((1.0, 0.0), ([0.05], [0.0, 0.0, 0.0, 1.1, 2.5, 0.05]))  # begun between two looks at the store
 @given(st.tuples(STARTS, STARTS), st.tuples(CALLS, CALLS))
 def test_i15_of_two_submissions_that_do_not_insist_one_is_refused_or_fenced(
     starts: tuple[float, float], delays: tuple[list[float], list[float]]
