@@ -12,14 +12,10 @@ against the processor time of it: what is left of the figure on a machine that o
 from the arrival of the last rank's rows to the durable commit.
 """
 
-import argparse
-import json
 import os
 import pickle
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,6 +29,7 @@ from layercheck.coordination.coordinator import Coordinator
 from layercheck.layers import LayerMap, LayerSpec, ParamSpec
 from layercheck.manifest import EventId, RunRecord, ShardRecord
 from layercheck.persistence.storage import Buffer, LocalStorage
+from tests.bench.command import measure_and_print, parser_of
 
 BLOCKS = 28
 LAYERS = ("embed_tokens", *(f"layers.{i}" for i in range(BLOCKS)), "norm", "lm_head")
@@ -183,25 +180,15 @@ def memory(folder: Path, ranks: int, events: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.coordinator", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of("coordinator", __doc__)
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--events", type=int)
     parser.add_argument("--memory", action="store_true", help="many small events: does anything grow?")
-    parser.add_argument("--folder", help="where the store lies meanwhile; default: the temp folder")
-    parser.add_argument("--json", help="write the figures to this file too")
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="lc-bench-", dir=args.folder))
-    try:
-        if args.memory:
-            figures = memory(folder, args.ranks or 2, args.events or 100_000)
-        else:
-            figures = speed(folder, args.ranks or 1024, args.events or 120)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(figures, indent=2))
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=2))
+    if args.memory:
+        measure_and_print(args, lambda folder: memory(folder, args.ranks or 2, args.events or 100_000))
+    else:
+        measure_and_print(args, lambda folder: speed(folder, args.ranks or 1024, args.events or 120))
     return 0
 
 

@@ -9,13 +9,9 @@ pairs that alternate, of the seconds that bare reads of the same byte ranges int
 divided by the seconds of a fetch into the partitions and moments; all ranks at once in both.
 """
 
-import argparse
-import json
 import os
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +20,7 @@ from typing import Any
 import numpy as np
 
 import layercheck
+from tests.bench.command import measure_and_print, parser_of
 from tests.harness import run_ranks
 
 STEPS = 9
@@ -167,21 +164,11 @@ def measure(folder: Path, ranks: int, pairs: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.recovery", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of("recovery", __doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--folder", help="where the store lies meanwhile; default: the temp folder")
-    parser.add_argument("--json", help="write the figures to this file too")
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="lc-bench-", dir=args.folder))
-    try:
-        figures = measure(folder, args.ranks, args.pairs)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(figures, indent=2))
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=2))
+    measure_and_print(args, lambda folder: measure(folder, args.ranks, args.pairs))
     return 0
 
 

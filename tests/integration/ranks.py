@@ -5,6 +5,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 import layercheck
 from tests import micro
 from tests.integration.late import make_late
@@ -31,6 +33,18 @@ def open_session(
     settings = {**CONFIG, **settings}
     session = layercheck.attach(engine, storage, "run", settings, submission=submission, store=store)
     return make_late(session) if late else session
+
+
+def note_state(shadow: str, session: Any, step: int) -> None:
+    """Writes down what this rank's state really is after a step: `<shadow>/<step>-<rank>.npz`."""
+    zero3 = session._zero3
+    state = {
+        f"{part.spec.name}/{key}": tensor.clone().numpy()
+        for parts in zero3.slices.values()
+        for part in parts
+        for key, tensor in zero3.tensors(part).items()
+    }
+    np.savez(f"{shadow}/{step}-{zero3.rank}.npz", **state)
 
 
 def train(

@@ -12,27 +12,18 @@ from safetensors import safe_open
 
 from tests import micro
 from tests.harness import RankFailedError, run_ranks
-from tests.integration.ranks import CONFIG, open_session, train, train_without_session
+from tests.integration.ranks import CONFIG, note_state, open_session, train, train_without_session
 
 STEPS, SAVED_AT, KILLED_AT = 32, 13, 22
 
 
 def _train_and_keep(storage: str, shadow: str) -> dict[str, Any]:
     """Trains without a session, then late; `shadow` gets a copy of the live state of every step."""
-    import torch
-
     off = train_without_session(STEPS)
     held_back = []
 
     def keep(session: Any, step: int) -> None:
-        zero3 = session._zero3
-        state = {
-            f"{part.spec.name}/{key}": tensor.clone().numpy()
-            for parts in zero3.slices.values()
-            for part in parts
-            for key, tensor in zero3.tensors(part).items()
-        }
-        np.savez(f"{shadow}/{step}-{torch.distributed.get_rank()}.npz", **state)
+        note_state(shadow, session, step)
         held_back.append(session._overlap.copier.held_back)
 
     result = train(storage, STEPS, each_step=keep, late=True)

@@ -11,15 +11,13 @@ import numpy as np
 from safetensors import safe_open
 
 from tests.harness import run_ranks
-from tests.integration.ranks import train
+from tests.integration.ranks import note_state, train
 
 STEPS = 24
 
 
 def _train_on_slow_storage(storage: str, shadow: str) -> None:
     """Each shard file takes several steps to write; `shadow` gets a copy of the live state of every step."""
-    import torch
-
     from layercheck.persistence.storage import LocalStorage
 
     class Slow(LocalStorage):
@@ -33,17 +31,7 @@ def _train_on_slow_storage(storage: str, shadow: str) -> None:
                 time.sleep(0.05)
                 yield chunk
 
-    def keep(open_session: Any, step: int) -> None:
-        zero3 = open_session._zero3
-        state = {
-            f"{part.spec.name}/{key}": tensor.clone().numpy()
-            for parts in zero3.slices.values()
-            for part in parts
-            for key, tensor in zero3.tensors(part).items()
-        }
-        np.savez(f"{shadow}/{step}-{torch.distributed.get_rank()}.npz", **state)
-
-    train(storage, STEPS, each_step=keep, store=Slow(f"{storage}/run/layercheck"))
+    train(storage, STEPS, each_step=partial(note_state, shadow), store=Slow(f"{storage}/run/layercheck"))
 
 
 def _shards(storage: str) -> Iterable[tuple[int, int, Path]]:
