@@ -75,8 +75,7 @@ class Coordinator:
         self._book = EventBook(0, 0)
         self._heart = Heart(storage, clock)
         self._collector = Collector(storage, config, clock)
-        self._fenced = False
-        self._recovered = False
+        self._fenced = self._recovered = False
         self._failure_at: float | None = None
         self._outage: tuple[float | None, float | None] = (None, None)
         if storage.size(journal.RUN_FILE) is not None:
@@ -154,8 +153,10 @@ class Coordinator:
                 self._collector.freeze()
                 if self._in_probation():
                     self._guarded("blacklist", lambda: journal.blacklist_plan(self._storage, attempt, reason))
-            while self._collector.is_owed and not self._in_probation() and not self._fenced:
-                self._guarded("collect", self._collect)  # whoever completes a run has no successor to do it
+            # Whoever completes a run has no successor to collect; a storage that refuses is not asked again.
+            goes_on = not self._in_probation()
+            while goes_on and self._collector.is_owed and not self._fenced:
+                goes_on = self._guarded("collect", self._collect)
             self._guarded("journal", lambda: self._heart.end(how, reason))
 
     def note_receipt(self, attempt: int, receipt: dict[str, Any]) -> None:
@@ -387,12 +388,13 @@ class Coordinator:
     def _collect(self) -> None:
         assert self._facts is not None
         if self._still_ours():
-            lost = frozenset(self._book.lost)
-            self._facts = self._collector.run(self._facts, lost)
+            self._facts = self._collector.run(self._facts, frozenset(self._book.lost))
 
-    def _guarded(self, what: str, act: Callable[[], None]) -> None:
-        """A storage that refuses bookkeeping is an alert, never the end of training (I9)."""
+    def _guarded(self, what: str, act: Callable[[], None]) -> bool:
+        """A storage that refuses bookkeeping is an alert, never the end of training (I9). True if it did not."""
         try:
             act()
         except StorageError as error:
             self._alerts.add(f"{what}: {error.message}")
+            return False
+        return True

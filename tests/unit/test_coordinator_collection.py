@@ -5,9 +5,7 @@ import pytest
 from layercheck.coordination import journal
 from layercheck.coordination.coordinator import Coordinator
 from layercheck.coordination.heart import SILENCE_S
-from layercheck.errors import (
-    RestartLoopError,
-)
+from layercheck.errors import RestartLoopError, StorageError
 from tests.fakes import Clock, FaultyStorage
 from tests.runs import LAYERS, WARMUP, committed, config, coordinator, plan_of, start, with_base
 
@@ -177,6 +175,31 @@ def test_a_run_that_ends_leaves_no_garbage_behind(
     assert len(committed(storage)) > 2
     group.coordinator.end_attempt(group.attempt, "completed")
     assert len(committed(storage)) == 2
+
+
+def test_i9_a_run_ends_although_the_storage_no_longer_answers(
+    storage: FaultyStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim that is read before each collection cannot be read: garbage stays, the end comes."""
+    monkeypatch.setattr("layercheck.coordination.collector._REST", 1e6)
+    clock = Clock()
+    clock.costs = 0.1
+    group = start(storage, coordinator(storage, clock))
+    for step in (0, 2, WARMUP, *range(WARMUP + 1, WARMUP + 9)):
+        group.save(step, *LAYERS)
+    left, asked = len(committed(storage)), 0
+
+    def refuse(folder: str) -> list[str]:
+        nonlocal asked
+        asked += 1
+        assert asked < 20, "a storage that refuses is asked for ever"
+        raise StorageError(f"cannot list {folder}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "list", refuse)
+        group.coordinator.end_attempt(group.attempt, "completed")
+    assert len(committed(storage)) == left
+    assert journal.load_facts(storage).progress[1].ended == "completed"
 
 
 def test_a_person_who_submits_again_is_no_part_of_an_outage(storage: FaultyStorage) -> None:
