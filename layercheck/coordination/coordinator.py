@@ -391,7 +391,7 @@ class Coordinator:
             self._facts = self._collector.run(self._facts, frozenset(self._book.lost))
 
     def _guarded(self, what: str, act: Callable[[], None]) -> bool:
-        """A storage that refuses bookkeeping is an alert, never the end of training (I9). True if it did not."""
+        """A storage that refuses bookkeeping is an alert, never the end of training (I9); then False."""
         try:
             act()
         except StorageError as error:
