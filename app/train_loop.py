@@ -41,6 +41,11 @@ class Drains(Protocol):
         """Asks for it; all ranks call it at the same steps, it may be a barrier."""
         ...
 
+    @property
+    def announced(self) -> bool:
+        """True once there was word."""
+        ...
+
     def due_s(self, step_s: float) -> float | None:
         """Seconds that remain for a last save, if it has to begin now."""
         ...
@@ -193,7 +198,7 @@ def _run_steps(
         if report_due:
             _report(meter, job.rank, reporter)
         if drains is not None:
-            _heed(drains, session, report_due, meter.median_step_s() or 0.0)
+            _heed(drains, session, report_due, meter)
     if point.step <= job.total_steps:
         session.save_now(state)
     session.close("completed")
@@ -202,10 +207,11 @@ def _run_steps(
     return TrainResult("completed", job.total_steps, state.get("loss"), meter.steps, meter.median_step_s())
 
 
-def _heed(drains: Drains, session: Any, ask: bool, step_s: float) -> None:
+def _heed(drains: Drains, session: Any, ask: bool, meter: Meter) -> None:
+    """Nearly every step ends at `announced`: a median over all steps so far is not for each of them."""
     if ask:
         drains.ask()
-    if (left_s := drains.due_s(step_s)) is not None:
+    if drains.announced and (left_s := drains.due_s(meter.median_step_s() or 0.0)) is not None:
         session.preempt(left_s)
 
 

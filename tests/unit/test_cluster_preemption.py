@@ -95,3 +95,30 @@ def test_a_run_that_does_not_end_in_time_is_interrupted(monkeypatch: pytest.Monk
 
     with pytest.raises(KeyboardInterrupt):
         stuck()
+
+
+def test_a_step_without_word_of_a_drain_looks_at_no_step_before_it() -> None:
+    """The median over all steps of a month belongs to the few steps after an announcement."""
+    from app.train_loop import _heed
+
+    class Meter:
+        asked = 0
+
+        def median_step_s(self) -> float:
+            self.asked += 1
+            return 2.0
+
+    class Session:
+        told: float | None = None
+
+        def preempt(self, grace_s: float) -> None:
+            self.told = grace_s
+
+    meter, session, clock = Meter(), Session(), Clock()
+    drains = _drains(20, clock)
+    for _ in range(3):
+        _heed(drains, session, False, meter)
+    _heed(drains, session, True, meter)
+    assert (meter.asked, session.told) == (0, None)
+    _heed(drains, session, True, meter)
+    assert (meter.asked, session.told) == (1, 20)
