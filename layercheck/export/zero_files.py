@@ -26,6 +26,7 @@ from layercheck.export.composite import Composite
 from layercheck.export.scratch import Scratch
 from layercheck.groups import OptimizerGroup, split_by_size
 from layercheck.layers import ParamSpec
+from layercheck.manifest import TrainerState
 from layercheck.persistence.scalars import unpack_scalar
 from layercheck.recovery.fetch import FetchedSlice
 from layercheck.zero3 import FROZEN, MASTER
@@ -269,24 +270,28 @@ def _state(scratch: Scratch, sub_groups: list[_SubGroup], index: int, rank: int)
 
 
 def _param_groups(composite: Composite, layout: _Layout) -> list[dict[str, Any]]:
-    groups = []
-    rates = _rates(composite, len(layout.groups))
-    for group, members, rate in zip(layout.groups, layout.members, rates, strict=True):
-        settings = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in group.settings.items()
-        }
-        groups.append(settings | rate | {"params": members})
-    return groups
+    scheduled = _scheduled(composite.plan.trainer_state, len(layout.groups))
+    return [
+        {key: _from_json(value) for key, value in (group.settings | values).items()} | {"params": members}
+        for group, members, values in zip(layout.groups, layout.members, scheduled, strict=True)
+    ]
 
 
-def _rates(composite: Composite, count: int) -> list[dict[str, float]]:
-    """The learning rate of each group, where the run's scheduler tells; else that of its start stays."""
-    state = composite.plan.trainer_state
+def _from_json(value: Any) -> Any:
+    """Betas come from JSON as a list."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _scheduled(state: TrainerState, count: int) -> list[dict[str, Any]]:
+    """What the run's scheduler has set in each group for the next update; nothing where none is known.
+
+    In other groups than the run's it is known only if it was the same in all of them.
+    """
     scheduler = state.get("lr_scheduler") or state.get("hf_scheduler") or {}
-    last = scheduler.get("_last_lr") or []
-    if len(last) != count:
-        last = last[:1] * count if len(set(last)) == 1 else []
-    return [{"lr": rate} for rate in last] or [{}] * count
+    known = state.get("groups") or [{"lr": rate} for rate in scheduler.get("_last_lr") or ()]
+    if len(known) == count:
+        return list(known)
+    return [known[0] if known and all(values == known[0] for values in known) else {}] * count
 
 
 def _trains_in_bf16(composite: Composite) -> bool:

@@ -3,6 +3,7 @@
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from layercheck.cli import main
+from layercheck.export import zero_files
 from layercheck.export.composite import Composite
 from layercheck.export.hf_files import write_hf
+from layercheck.groups import OptimizerGroup
 from layercheck.recovery import fetch
 from tests.fakes import flip_bit
 from tests.shards import Shelf, plan_of, shelf, values
@@ -68,6 +71,33 @@ def test_what_cannot_be_exported_is_one_error_and_leaves_nothing(
     assert found == code
     assert words in capsys.readouterr().err
     assert set(tmp_path.rglob("*")) == before
+
+
+WARM, COLD = {"lr": 1e-4, "betas": [0.9, 0.99]}, {"lr": 2e-4, "betas": [0.9, 0.99]}
+
+
+@pytest.mark.parametrize(
+    ("state", "count", "rates"),
+    [
+        # DeepSpeed's schedulers keep a count and no rate: the rate of the next update is in the groups alone.
+        ({"lr_scheduler": {"last_batch_iteration": 6}, "groups": [WARM, COLD]}, 2, [1e-4, 2e-4]),
+        ({"lr_scheduler": {"last_batch_iteration": 6}, "groups": [WARM] * 3}, 2, [1e-4, 1e-4]),
+        ({"lr_scheduler": {"last_batch_iteration": 6}, "groups": [WARM, COLD, COLD]}, 2, [1e-3, 1e-3]),
+        ({"hf_scheduler": {"_last_lr": [3e-4, 4e-4]}}, 2, [3e-4, 4e-4]),
+        ({}, 2, [1e-3, 1e-3]),
+    ],
+)
+def test_the_exported_groups_have_the_rate_of_the_next_update(
+    store: Shelf, state: dict[str, Any], count: int, rates: list[float]
+) -> None:
+    group = OptimizerGroup(names=("norm.0",), settings={"lr": 1e-3, "betas": [0.9, 0.999]})
+    layout = zero_files._Layout((group,) * count, [[index] for index in range(count)], [], {})
+    made = composite(store)
+    plan = made.plan.model_copy(update={"trainer_state": made.plan.trainer_state | state})
+    groups = zero_files._param_groups(Composite(made.storage, made.run, plan), layout)
+    assert [group["lr"] for group in groups] == rates
+    assert all(isinstance(group["betas"], tuple) for group in groups)
+    assert [group["params"] for group in groups] == [[index] for index in range(count)]
 
 
 def test_a_folder_in_use_is_left_alone(
