@@ -35,6 +35,7 @@ from layercheck.step_report import StepReport
 from layercheck.tracking.drift import DriftMeter
 from layercheck.tracking.policy import decide
 from layercheck.tracking.preemption import last_parts
+from layercheck.tracking.still import LEAST_STEPS, StillLayers
 from layercheck.watchdog import Watchdog
 from layercheck.zero3 import Zero3Engine
 
@@ -139,6 +140,7 @@ class Session:
             receipt,
             self._overlap,
         )
+        opened.ledger.still = StillLayers(max(LEAST_STEPS, self.meter.rotation))
         self.watchdog.start(grant.r_b)
         plan = grant.plan
         if plan is None:

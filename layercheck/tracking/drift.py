@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from layercheck.manifest import DriftReport
 from layercheck.tracking.displacement import References
 from layercheck.tracking.notices import NoticeSlots, RankNotices
 from layercheck.tracking.pending import PendingReport
-from layercheck.tracking.sample import SubGroupSample, norms, phase_of, rule_for
+from layercheck.tracking.sample import SubGroupSample, density_for, norms, phase_of
 from layercheck.zero3 import SubGroup, Zero3Engine
 
 
@@ -35,6 +36,14 @@ def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
     """A tensor of these values; where `device` is no CPU, without making the host wait for it."""
     pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
+
+
+class _Copied(NamedTuple):
+    """What one sub-group held before its update, by run, and where that lives."""
+
+    sample: SubGroupSample
+    slots: list[Tensor]
+    views: list[Tensor]
 
 
 class DriftMeter:
@@ -64,8 +73,12 @@ class DriftMeter:
         device = zero3.sub_groups[0].flat.device
         sampled = config.sample == "sampled" or (config.sample == "auto" and device.type == "cpu")
         self._samples = self._look(sampled)
-        room = max(sample.numel for sample in self._samples)
+        rooms = [sample.numel for sample in self._samples]
+        # A sample is small enough to be kept until the report of the step: then one pass serves all groups.
+        self._keeps = sampled
+        room = sum(rooms) if self._keeps else max(rooms)
         self._scratch = torch.empty(room, dtype=torch.float32, device=device)
+        self._rooms = self._scratch.split(rooms) if self._keeps else [self._scratch] * len(rooms)
         self._references = (
             # A whole copy of the weights is never what `auto` means.
             References(self._look(config.sample != "exact"), self._order, device)
@@ -81,32 +94,43 @@ class DriftMeter:
     def _look(self, sampled: bool) -> list[SubGroupSample]:
         kinds = {layer.name: layer.kind for layer in self._zero3.layer_map.trainable}
         return [
-            SubGroupSample(group, rule_for(kinds[group.layer], sampled)) for group in self._zero3.sub_groups
+            SubGroupSample(group, density_for(kinds[group.layer], sampled))
+            for group in self._zero3.sub_groups
         ]
 
     # ------------------------------------------------------------------ inside the optimizer step
 
     def _before(self, group: SubGroup, lr: float) -> None:
         started = perf_counter()
+        if group.index in self._copied:
+            self._fold()
         self._lr = max(self._lr, lr)
         sample, phase = self._samples[group.index], phase_of(self._reduced)
-        self._views = sample.views(phase)
-        self._slots = sample.slots(self._scratch, phase)
-        if self._slots:
-            torch._foreach_copy_(self._slots, self._views)
+        views, slots = sample.views(phase), sample.slots(self._rooms[group.index], phase)
+        if slots:
+            torch._foreach_copy_(slots, views)
+            self._copied[group.index] = _Copied(sample, slots, views)
         self._collecting_s += perf_counter() - started
 
     def _after(self, group: SubGroup) -> None:
-        started = perf_counter()
-        if self._slots:
-            torch._foreach_sub_(self._slots, self._views)
-            self._moved += norms(self._slots, self._order)
-            if self._relative:
-                self._held += norms(self._views, self._order)
-            sample = self._samples[group.index]
-            self._owners += [self._index[group.layer]] * len(sample)
-            self._weights += sample.weights(phase_of(self._reduced))
-        self._collecting_s += perf_counter() - started
+        if not self._keeps:
+            started = perf_counter()
+            self._fold()
+            self._collecting_s += perf_counter() - started
+
+    def _fold(self) -> None:
+        """Adds how far the copied elements have moved since they were copied."""
+        copied, self._copied = list(self._copied.values()), {}
+        slots, views = [t for one in copied for t in one.slots], [t for one in copied for t in one.views]
+        if not slots:
+            return
+        torch._foreach_sub_(slots, views)
+        self._moved += norms(slots, self._order)
+        if self._relative:
+            self._held += norms(views, self._order)
+        for one in copied:
+            self._owners += [self._index[one.sample.layer]] * len(one.sample)
+            self._weights += one.sample.weights(phase_of(self._reduced))
 
     # ------------------------------------------------------------------ versions
 
@@ -127,6 +151,7 @@ class DriftMeter:
 
     def reset(self) -> None:
         """Forgets what was measured since the last `reduce`."""
+        self._copied: dict[int, _Copied] = {}
         self._moved: list[Tensor] = []
         self._held: list[Tensor] = []
         self._owners: list[int] = []
@@ -166,6 +191,11 @@ class DriftMeter:
         return (*self.exchange(step, notices), *self.drain())[-1]
 
     @property
+    def rotation(self) -> int:
+        """Steps in which every element of every layer is looked at."""
+        return max(sample.rotation for sample in self._samples)
+
+    @property
     def newest_pending(self) -> PendingReport | None:
         """The report of the newest exchange while it is on its way; with lag 0 there is none."""
         return self._pending[-1] if self._pending else None
@@ -175,6 +205,7 @@ class DriftMeter:
 
     def _vector(self, notices: RankNotices) -> Tensor:
         """This rank's summands: partial norms by layer, then the slots of the notices."""
+        self._fold()
         device = self._zero3.collective_device
         measured = [self._sums(self._moved), self._sums(self._held)]
         if self._references is not None:

@@ -90,6 +90,8 @@ class PartWriter:
         self._rows: deque[dict[str, Any]] = deque(maxlen=max_rows)
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
+        self._asked = threading.Event()
+        self._closing = False
         self._thread: threading.Thread | None = None
         self._last_flush = clock()
         self._part = 0
@@ -112,7 +114,7 @@ class PartWriter:
             self.dropped += len(self._rows) == self._rows.maxlen
             self._rows.append(row)
         if self._clock() - self._last_flush >= self._flush_s:
-            self._start_flush()
+            self._ask_for_flush()
 
     def flush(self) -> bool:
         """Writes what was collected as one part, in the calling thread; False if the storage failed.
@@ -138,16 +140,10 @@ class PartWriter:
             return True
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Writes the rest; False if rows were left behind. Each of two tries waits at most `timeout_s`.
-
-        A flush that is under way took its rows before the newest ones came, hence the second try.
-        """
-        for _ in range(2):
-            if self._rows:
-                thread = self._start_flush()
-                thread.join(timeout_s)
-                if thread.is_alive():
-                    return False
+        """Writes the rest, in at most `timeout_s`; False if rows were left behind."""
+        self._closing = True
+        if self._rows or self._thread is not None:
+            self._ask_for_flush().join(timeout_s)
         return not self._rows
 
     def _forget(self, written: int, dropped_before: int) -> None:
@@ -157,11 +153,21 @@ class PartWriter:
             for _ in range(max(0, written - pushed_out)):
                 self._rows.popleft()
 
-    def _start_flush(self) -> threading.Thread:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self.flush, name=f"parts-{self._folder}", daemon=True)
+    def _ask_for_flush(self) -> threading.Thread:
+        """Wakes the thread. Starting one for each part would hold up training until it had a core."""
+        self._asked.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"parts-{self._folder}", daemon=True)
             self._thread.start()
         return self._thread
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            self._asked.wait()
+            self._asked.clear()
+            closing = self._closing
+            self.flush()
 
 
 def _encode(rows: list[dict[str, Any]], schema: pa.Schema) -> bytes:

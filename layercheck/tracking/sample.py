@@ -4,9 +4,11 @@
 columns of a matrix; and any step between two phases visits every block once in `every` steps (one rotation).
 A block is one cache line: for the same memory traffic, many short blocks say more than few long ones, most of
 all for embeddings, whose updates sit in the rows of the tokens that were seen; those are sampled more densely
-too. Largest error of the accumulated path from step 20 on, Zipf tokens: 0.1 % for AdamW at 26 M parameters on
-two ranks (of a single step 1.1 %). For matrices of 44 k to 0.5 M elements, where a sample is small: AdamW
-0.7 %, plain SGD 4.5 % (embedding 3.3 %); blocks of 256, one in 64, gave 2.6 and 15 % there.
+too. The error depends on the number of blocks, not on their share: a long run is looked at more thinly.
+
+Largest error of the accumulated path from step 20 on, Zipf tokens, one block in 61: 0.1 % for AdamW at 26 M
+parameters on two ranks (of a single step 1.1 %). For matrices of 44 k to 0.5 M elements, where a sample is
+small: AdamW 0.7 %, plain SGD 4.5 % (embedding 3.3 %); blocks of 256, one in 64, gave 2.6 and 15 % there.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +17,6 @@ import torch
 from torch import Tensor
 
 from layercheck.layers import LayerKind
-from layercheck.tracking.still import ROTATION
 from layercheck.zero3 import SubGroup
 
 SMALL_NUMEL = 32768
@@ -31,12 +32,25 @@ class Rule:
     every: int
 
 
-EXACT = Rule(1, 1)
-SAMPLED = Rule(16, ROTATION)
-SAMPLED_EMBEDDING = Rule(16, 17)
+@dataclass(frozen=True, slots=True)
+class Density:
+    """How densely runs are looked at: by the first rule, the thinnest, that leaves `enough` blocks."""
+
+    rules: tuple[Rule, ...]
+    enough: int = 0
+
+    def rule(self, length: int) -> Rule:
+        """The rule for a run of `length` elements; the densest for one that is short."""
+        fitting = (rule for rule in self.rules if length // rule.block // rule.every >= self.enough)
+        return next(fitting, self.rules[-1])
 
 
-def rule_for(kind: LayerKind, sampled: bool) -> Rule:
+EXACT = Density((Rule(1, 1),))
+SAMPLED = Density((Rule(16, 251), Rule(16, 127), Rule(16, 61)), enough=512)
+SAMPLED_EMBEDDING = Density((Rule(16, 61), Rule(16, 17)), enough=2048)
+
+
+def density_for(kind: LayerKind, sampled: bool) -> Density:
     """How the layers of one kind are looked at."""
     if not sampled:
         return EXACT
@@ -92,22 +106,27 @@ class SubGroupSample:
 
     Args:
         group: the sub-group.
-        rule: how to sample its long runs.
+        density: how to sample its long runs.
     """
 
-    def __init__(self, group: SubGroup, rule: Rule) -> None:
+    def __init__(self, group: SubGroup, density: Density) -> None:
         self.layer = group.layer
         self._runs: list[_Run] = []
         self.numel = 0
         """Elements looked at in phase 0, the most of all phases."""
         for begin, length in group.segments:
-            run = _Run(group.flat, begin, length, rule, self.numel)
+            run = _Run(group.flat, begin, length, density.rule(length), self.numel)
             self._runs.append(run)
             self.numel += run.count(0)
         self._whole_views = [run.view(0) for run in self._runs if run.whole]
 
     def __len__(self) -> int:
         return len(self._runs)
+
+    @property
+    def rotation(self) -> int:
+        """Steps in which every element is looked at."""
+        return max((run.rule.every for run in self._runs if not run.whole), default=1)
 
     def views(self, phase: int) -> list[Tensor]:
         """The live elements, one tensor for each run."""

@@ -6,15 +6,15 @@ Such a layer would be written by the age limit alone, and nobody would know that
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-ROTATION = 61
-"""Steps in which a sampled measurement has looked at every element of a layer."""
+LEAST_STEPS = 61
+"""Steps before the alarm, for a measurement that looks at every element in fewer than these."""
 
 
 @dataclass(slots=True)
 class StillLayers:
     """Counts, per layer, the steps in a row whose measured movement was exactly zero."""
 
-    rotation: int = ROTATION
+    rotation: int = LEAST_STEPS
     _counts: dict[str, int] = field(default_factory=dict)
 
     def observe(self, delta: Mapping[str, float], lr: float) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from layercheck.tracking.sample import (
     SAMPLED,
     SAMPLED_EMBEDDING,
     SMALL_NUMEL,
+    Density,
     Rule,
     SubGroupSample,
     norms,
@@ -20,15 +21,18 @@ from layercheck.tracking.sample import (
 NUMEL = 50_003
 
 
-def sample_of(flat: torch.Tensor, rule: Rule, *segments: tuple[int, int]) -> SubGroupSample:
+EVERY_RULE = sorted({*SAMPLED.rules, *SAMPLED_EMBEDDING.rules}, key=lambda rule: rule.every)
+
+
+def sample_of(flat: torch.Tensor, density: Density, *segments: tuple[int, int]) -> SubGroupSample:
     group: Any = SimpleNamespace(layer="a", flat=flat, segments=segments or ((0, flat.numel()),))
-    return SubGroupSample(group, rule)
+    return SubGroupSample(group, density)
 
 
-@pytest.mark.parametrize("rule", [SAMPLED, SAMPLED_EMBEDDING])
+@pytest.mark.parametrize("rule", EVERY_RULE)
 def test_a_rotation_looks_at_every_whole_block_once_and_never_at_the_padding(rule: Rule) -> None:
     seen = torch.zeros(NUMEL + 100, dtype=torch.int64)
-    sample = sample_of(seen, rule, (7, NUMEL))
+    sample = sample_of(seen, Density((rule,)), (7, NUMEL))
     for step in range(rule.every):
         for view in sample.views(phase_of(step)):
             view.add_(1)
@@ -37,10 +41,10 @@ def test_a_rotation_looks_at_every_whole_block_once_and_never_at_the_padding(rul
     assert seen[:7].sum() == seen[7 + whole :].sum() == 0
 
 
-@pytest.mark.parametrize("rule", [SAMPLED, SAMPLED_EMBEDDING])
+@pytest.mark.parametrize("rule", EVERY_RULE)
 def test_slots_have_the_shapes_of_the_views_and_lie_apart_in_every_phase(rule: Rule) -> None:
     flat = torch.arange(3.0 * NUMEL)
-    sample = sample_of(flat, rule, (0, NUMEL), (NUMEL + 5, 100), (NUMEL + 200, NUMEL))
+    sample = sample_of(flat, Density((rule,)), (0, NUMEL), (NUMEL + 5, 100), (NUMEL + 200, NUMEL))
     scratch = torch.empty(sample.numel)
     for phase in range(rule.every):
         views, slots = sample.views(phase), sample.slots(scratch, phase)
@@ -55,6 +59,19 @@ def test_small_runs_and_exact_rules_are_looked_at_whole() -> None:
     for sample in (sample_of(torch.ones(SMALL_NUMEL), SAMPLED), sample_of(torch.ones(NUMEL), EXACT)):
         assert sample.weights(3) == [1.0]
         assert sample.views(3)[0].numel() == sample.numel
+
+
+def test_a_long_run_is_looked_at_as_thinly_as_leaves_enough_blocks() -> None:
+    for density in (SAMPLED, SAMPLED_EMBEDDING):
+        thinnest, densest = density.rules[0], density.rules[-1]
+        enough = density.enough * thinnest.block * thinnest.every
+        assert density.rule(enough) == thinnest
+        assert density.rule(enough - 1) == density.rules[1]
+        assert density.rule(SMALL_NUMEL) == densest
+        assert [rule.every for rule in density.rules] == sorted(
+            {r.every for r in density.rules}, reverse=True
+        )
+    assert EXACT.rule(10**9).every == 1
 
 
 @pytest.mark.parametrize("shares", ["rows of the tokens seen", "all rows"])
