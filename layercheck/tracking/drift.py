@@ -78,7 +78,7 @@ class DriftMeter:
         self._keeps = sampled
         room = sum(rooms) if self._keeps else max(rooms)
         self._scratch = torch.empty(room, dtype=torch.float32, device=device)
-        self._rooms = self._scratch.split(rooms) if self._keeps else [self._scratch] * len(rooms)
+        self._rooms = torch.split(self._scratch, rooms) if self._keeps else [self._scratch] * len(rooms)
         self._references = (
             # A whole copy of the weights is never what `auto` means.
             References(self._look(config.sample != "exact"), self._order, device)
@@ -120,7 +120,8 @@ class DriftMeter:
 
     def _fold(self) -> None:
         """Adds how far the copied elements have moved since they were copied."""
-        copied, self._copied = list(self._copied.values()), {}
+        copied = list(self._copied.values())
+        self._copied.clear()
         slots, views = [t for one in copied for t in one.slots], [t for one in copied for t in one.views]
         if not slots:
             return
