@@ -32,15 +32,22 @@ class OptimizerCalls:
         optimizer: the optimizer that DeepSpeed calls.
         partitions: flat fp32 tensor of each sub-group, in the order in which they are stepped.
         groups: index into `optimizer.param_groups` of each sub-group.
+        also: something else that makes groups cheap while there are listeners; returns how to end it.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, partitions: Sequence[Tensor], groups: Sequence[int]
+        self,
+        optimizer: torch.optim.Optimizer,
+        partitions: Sequence[Tensor],
+        groups: Sequence[int],
+        also: Callable[[], Callable[[], None]],
     ) -> None:
         self._optimizer = optimizer
         self._partitions = tuple(partitions)
         self._groups = tuple(groups)
         self._index_of = {id(partition): index for index, partition in enumerate(partitions)}
+        self._also = also
+        self._end_also: Callable[[], Any] = lambda: None
         self._listeners: tuple[tuple[Before, After], ...] = ()
         self._hooks: list[Any] = []
         self._stepping = -1
@@ -100,6 +107,7 @@ class OptimizerCalls:
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
+        self._end_also = self._also()
         if f"{type(optimizer).__module__}.".startswith(_EMPTY_GROUPS_DO_NOTHING):
             self._narrow(optimizer)
 
@@ -127,6 +135,7 @@ class OptimizerCalls:
     def _remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._end_also()
         if not self._narrowing:
             return
         self._narrowing = False

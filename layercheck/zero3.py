@@ -8,16 +8,19 @@ padding that nobody initialises, so everything here speaks of the real elements 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from layercheck.errors import EngineRefusedError
+from layercheck.group_norms import batch_group_norms
 from layercheck.groups import OptimizerGroup
 from layercheck.layers import LayerMap, LayerSpec, ParamSpec, build_layer_map
 from layercheck.model_facts import json_settings
 from layercheck.persistence.scalars import pack_scalar, unpack_scalar
+from layercheck.supported import refuse_unsupported
 from layercheck.updates import OptimizerCalls
 
 MASTER = "fp32"
@@ -110,7 +113,7 @@ class Zero3Engine:
     """
 
     def __init__(self, engine: Any) -> None:
-        _refuse_unsupported(engine)
+        refuse_unsupported(engine)
         self.engine = engine
         self.zero = engine.optimizer
         self.optimizer: torch.optim.Optimizer = engine.optimizer.optimizer
@@ -127,6 +130,7 @@ class Zero3Engine:
             self.optimizer,
             self.zero.fp32_partitioned_groups_flat,
             [sub_group.group for sub_group in self.sub_groups],
+            partial(batch_group_norms, self.zero),
         )
 
     # ------------------------------------------------------------------ shape
@@ -370,30 +374,3 @@ def _merge(parts: list[ParamSlice]) -> tuple[tuple[int, int], ...]:
         else:
             segments.append((part.begin, part.numel))
     return tuple(segments)
-
-
-def _refuse_unsupported(engine: Any) -> None:
-    zero = engine.optimizer
-    stage = engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else None
-    if stage != 3:
-        raise EngineRefusedError(
-            f"ZeRO stage {stage}: LayerCheck needs zero_optimization.stage = 3", stage=stage
-        )
-    inner = getattr(zero, "optimizer", None)
-    reasons = {
-        "NVMe offload": zero.swap_optimizer or zero.params_in_nvme_and_cpu,
-        "Twin-Flow (offload ratio below 1)": zero.offload_optimizer and zero.partial_offload < 1,
-        "ZenFlow": bool(zero.zenflow),
-        "SuperOffload": engine.super_offload(),
-        "hpZ (zero_hpz_partition_size above 1)": engine.zero_hpz_partition_size() > 1,
-        "MiCS": any(
-            param.ds_zero_partition_world_size != torch.distributed.get_world_size()
-            for param in engine.module.parameters()
-        ),
-        "tensor or pipeline parallelism": engine.mp_world_size > 1 or bool(engine.pipeline_parallelism),
-        "an optimizer that is no torch.optim.Optimizer": not isinstance(inner, torch.optim.Optimizer),
-        "Muon": getattr(zero, "use_muon", False),
-    }
-    for reason, present in reasons.items():
-        if present:
-            raise EngineRefusedError(f"{reason} is not supported: its updates would not be seen", kind=reason)
