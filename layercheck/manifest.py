@@ -4,6 +4,7 @@ Records that storage keeps are pydantic models, checked when read back; nothing 
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
@@ -219,12 +220,12 @@ class Commit(Record):
     """The content of one `commit.parquet`. `lineage` is that of the attempt that wrote it."""
 
     event: EventId
-    records: tuple[ShardRecord, ...]
+    records: Sequence[ShardRecord]
     trainer_state: TrainerState
     lineage: tuple[LineageLink, ...]
 
     @cached_property
-    def by_layer(self) -> dict[str, tuple[ShardRecord, ...]]:
+    def by_layer(self) -> dict[str, Sequence[ShardRecord]]:
         """Layer -> its shards, in rank order."""
         layers: dict[str, list[ShardRecord]] = {}
         for record in sorted(self.records, key=lambda row: row.rank):

@@ -7,10 +7,10 @@ padding that nobody initialises, so everything here speaks of the real elements 
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from layercheck.group_norms import batch_group_norms
 from layercheck.groups import OptimizerGroup
 from layercheck.layers import LayerMap, LayerSpec, ParamSpec, build_layer_map
 from layercheck.model_facts import json_settings
+from layercheck.partition import ParamSlice, SubGroup, merge
 from layercheck.persistence.scalars import pack_scalar, unpack_scalar
 from layercheck.supported import refuse_unsupported
 from layercheck.updates import OptimizerCalls
@@ -68,40 +69,6 @@ def layer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def _spec(name: str, param: nn.Parameter) -> ParamSpec:
     shape = getattr(param, "ds_shape", param.shape)
     return ParamSpec(name=name, shape=tuple(shape), dtype=str(param.dtype).removeprefix("torch."))
-
-
-@dataclass(frozen=True, slots=True)
-class ParamSlice:
-    """This rank's part of one parameter.
-
-    Attributes:
-        offset: first element of the part in the flattened parameter.
-        numel: real elements of the part, without padding; may be 0.
-        sub_group: index of the optimizer sub-group, -1 for a frozen parameter.
-        begin: first element of the part in the sub-group's flat tensor.
-    """
-
-    spec: ParamSpec
-    layer: str
-    offset: int
-    numel: int
-    sub_group: int
-    begin: int
-
-
-@dataclass(frozen=True, slots=True)
-class SubGroup:
-    """One optimizer sub-group: the unit of one `optimizer.step()` call.
-
-    `flat` is this rank's fp32 partition, padding included; `segments` are its runs of real elements as
-    (begin, length).
-    """
-
-    index: int
-    group: int
-    layer: str
-    flat: Tensor
-    segments: tuple[tuple[int, int], ...]
 
 
 class Zero3Engine:
@@ -161,7 +128,7 @@ class Zero3Engine:
                     layers=layers,
                 )
             group = self.zero.sub_group_to_group_id[index]
-            yield SubGroup(index, group, layers[0], flat.detach(), _merge(members))
+            yield SubGroup(index, group, layers[0], flat.detach(), merge(members))
 
     @property
     def on_accelerator(self) -> bool:
@@ -288,20 +255,27 @@ class Zero3Engine:
         """Brings every parameter back to its partition, so that no gathered copy outlives the install."""
         self.zero._partition_all_parameters()
 
-    def write(self, part: ParamSlice, tensors: dict[str, Tensor], scalars: dict[str, dict[str, Any]]) -> None:
-        """Puts one slice back. Optimizer state that a fresh engine lacks is created; nothing is stepped."""
+    def room(self, part: ParamSlice, key: str) -> Tensor:
+        """The live memory of one tensor of a slice, shape (numel,), to be written by the caller.
+
+        Optimizer state that a fresh engine lacks is created, of zeros; nothing is stepped.
+        """
         if part.sub_group < 0:
-            self._params[part.spec.name].ds_tensor.data.narrow(0, 0, part.numel).copy_(tensors[FROZEN])
-            return
-        flat = self.zero.fp32_partitioned_groups_flat[part.sub_group]
-        flat.detach().narrow(0, part.begin, part.numel).copy_(tensors[MASTER])
-        state = self.optimizer.state[flat] if flat in self.optimizer.state or len(tensors) > 1 else {}
-        for key, value in tensors.items():
-            if key != MASTER:
-                if key not in state:
-                    state[key] = torch.zeros_like(flat, requires_grad=False)
-                state[key].detach().narrow(0, part.begin, part.numel).copy_(value)
+            assert key == FROZEN, f"a frozen parameter has no {key}"
+            weight: Tensor = self._params[part.spec.name].ds_tensor.detach()
+            return weight.narrow(0, 0, part.numel)
+        whole: Tensor = self.zero.fp32_partitioned_groups_flat[part.sub_group]
+        if key != MASTER:
+            state = self.optimizer.state[whole]
+            if key not in state:
+                state[key] = _zeros_like(whole)
+            whole = state[key]
+        return whole.detach().narrow(0, part.begin, part.numel)
+
+    def set_scalars(self, part: ParamSlice, scalars: dict[str, dict[str, Any]]) -> None:
+        """Puts the optimizer's scalars of the slice's sub-group back, as `scalars` gave them."""
         for key, packed in scalars.items():
+            flat = self.zero.fp32_partitioned_groups_flat[part.sub_group]
             self.optimizer.state[flat][key] = self._placed(part.sub_group, unpack_scalar(packed))
 
     def _placed(self, sub_group: int, value: Any) -> Any:
@@ -364,13 +338,8 @@ class Zero3Engine:
         return torch.equal(gathered, master.to(gathered.dtype))
 
 
-def _merge(parts: list[ParamSlice]) -> tuple[tuple[int, int], ...]:
-    segments: list[tuple[int, int]] = []
-    for part in parts:
-        if part.numel == 0:
-            continue
-        if segments and sum(segments[-1]) == part.begin:
-            segments[-1] = (segments[-1][0], segments[-1][1] + part.numel)
-        else:
-            segments.append((part.begin, part.numel))
-    return tuple(segments)
+def _zeros_like(flat: Tensor) -> Tensor:
+    """Zeros of the same shape, type and device; on a host their memory is first touched by who fills it."""
+    if flat.device.type != "cpu" or flat.dtype != torch.float32:
+        return torch.zeros_like(flat, requires_grad=False)
+    return torch.from_numpy(np.zeros(flat.shape, dtype=np.float32))

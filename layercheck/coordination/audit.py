@@ -1,6 +1,6 @@
 """Reads every live shard of a store and says which are not what their commit names, as a recovery would."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_128
@@ -124,7 +124,7 @@ def _digest(storage: Storage, row: ShardRecord, pace: Pace) -> str:
     return state.hexdigest()
 
 
-def _gap(spec: LayerSpec, rows: tuple[ShardRecord, ...], headers: dict[str, ShardHeader]) -> str | None:
+def _gap(spec: LayerSpec, rows: Sequence[ShardRecord], headers: dict[str, ShardHeader]) -> str | None:
     """What the slices of all ranks leave out of a layer, or None if they tile every parameter."""
     for param in spec.params:
         reached = 0

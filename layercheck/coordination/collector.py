@@ -7,6 +7,7 @@ from layercheck.config import LayerCheckConfig
 from layercheck.coordination import history, journal
 from layercheck.coordination.collect import Collection, Verdict, collect
 from layercheck.coordination.facts import StoreFacts
+from layercheck.coordination.rows import joined
 from layercheck.manifest import EventId
 from layercheck.persistence.storage import Storage
 
@@ -89,7 +90,7 @@ class Collector:
     def _keep_history(self, facts: StoreFacts, doomed: tuple[Verdict, ...]) -> None:
         """Rows outlive their events. Written first: a crash between leaves them twice, not never."""
         events = {verdict.event for verdict in doomed}
-        rows = [row for commit in facts.commits if commit.event in events for row in commit.records]
+        rows = joined(commit.records for commit in facts.commits if commit.event in events)
         if rows:
             history.append_history(self._storage, facts.lineage.attempt, rows)
 

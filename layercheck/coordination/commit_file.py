@@ -8,13 +8,14 @@ bytes that do not carry their own digest are no commit.
 import io
 import json
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from operator import sub
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from xxhash import xxh3_128_hexdigest
 
+from layercheck.coordination.rows import columns_of
 from layercheck.manifest import FORMAT_VERSION, Commit, EventId, LineageLink, ShardRecord
 
 SCHEMA = pa.schema(
@@ -165,9 +166,8 @@ def _digest(beside: dict[str, bytes], texts: Iterable[bytes]) -> str:
 
 def _table(records: Sequence[ShardRecord], schema: pa.Schema) -> pa.Table:
     """Column by column: a dict for every row takes ten times as long."""
-    stored = [name for name in schema.names if name != "nbytes"]
-    columns = dict(zip(stored, zip(*map(attrgetter(*stored), records), strict=True), strict=True))
-    columns["nbytes"] = tuple(record.nbytes for record in records)
+    columns = columns_of(records)
+    columns = columns | {"nbytes": tuple(map(sub, columns["end"], columns["begin"]))}
     return pa.Table.from_arrays([pa.array(columns[f.name], f.type) for f in schema], schema=schema)
 
 

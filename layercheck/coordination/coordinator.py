@@ -227,7 +227,7 @@ class Coordinator:
                 "num_lost": self._book.num_lost,
                 "open_events": len(self._book.open),
                 "alerts": list(self._alerts.recent),
-                "committed_bytes": sum(row.nbytes for c in facts.commits for row in c.records),
+                "committed_bytes": facts.committed_bytes,
             }
 
     def tick(self) -> None:
@@ -303,7 +303,7 @@ class Coordinator:
 
     def _adopt(self, facts: StoreFacts, plan: RecoveryPlan | None = None) -> None:
         """Makes the newest attempt of the store the current one; all older ones are fenced off."""
-        self._facts, self._record, self._fenced = facts, facts.newest, False
+        self._facts, self._record, self._fenced = facts.packed(), facts.newest, False
         if self._record is None:
             return
         self._recovered = not is_fresh(facts, self._record)
@@ -344,7 +344,7 @@ class Coordinator:
             self._commit_failed(entry, error)
             return False
         self._book.commit(entry.event)
-        self._facts = replace(self._facts, commits=(*self._facts.commits, commit))
+        self._facts = self._facts.with_commit(commit)
         return True
 
     def _commit_failed(self, entry: OpenEvent, error: StorageError) -> None:

@@ -1,11 +1,12 @@
 """What a store holds, as values: the input of planning, collection and status. Pure."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from layercheck.coordination.lineage import Lineage
+from layercheck.coordination.rows import nbytes_of, packed
 from layercheck.layers import LayerMap
 from layercheck.manifest import (
     AttemptRecord,
@@ -27,7 +28,7 @@ class Version:
 
     layer: str
     event: EventId
-    shards: tuple[ShardRecord, ...]
+    shards: Sequence[ShardRecord]
 
     @property
     def key(self) -> VersionKey:
@@ -42,7 +43,7 @@ class Version:
     @property
     def nbytes(self) -> int:
         """Bytes of all ranks."""
-        return sum(shard.nbytes for shard in self.shards)
+        return nbytes_of(self.shards)
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,19 @@ class StoreFacts:
     def bad_versions(self) -> frozenset[VersionKey]:
         """Versions that no plan may use."""
         return frozenset((shard.layer, shard.step, shard.attempt) for shard in self.bad)
+
+    @property
+    def committed_bytes(self) -> int:
+        """Bytes of the shards of all commits."""
+        return sum(nbytes_of(commit.records) for commit in self.commits)
+
+    def packed(self) -> "StoreFacts":
+        """The same in less memory, for whoever keeps it for long."""
+        return replace(self, commits=tuple(map(packed, self.commits)))
+
+    def with_commit(self, commit: Commit) -> "StoreFacts":
+        """One more commit, packed."""
+        return replace(self, commits=(*self.commits, packed(commit)))
 
     def live_commits(self, lineage: Lineage) -> list[Commit]:
         """The commits that count for a chain, oldest first."""

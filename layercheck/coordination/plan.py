@@ -311,7 +311,7 @@ def _layer_plan(
         age=max(0, t_fail - version.event.step),
         lost=lost_steps(lineage, version, t_fail) if spec.trainable else 0,
         reason=version.shards[0].reason,
-        shards=version.shards,
+        shards=tuple(version.shards),
         fallback=any(other.key in bad and other.order > version.order for other in versions),
         trainable=spec.trainable,
     )

@@ -16,7 +16,8 @@ from layercheck.errors import ConfigError
 from layercheck.export.composite import Composite
 from layercheck.layers import ParamSpec
 from layercheck.persistence.shard_file import DTYPE_BYTES
-from layercheck.recovery.fetch import Array, FetchedSlice
+from layercheck.recovery.fetch import FetchedSlice
+from layercheck.recovery.scatter import Array
 from layercheck.zero3 import FROZEN, MASTER
 
 MAX_FILE_BYTES = 5_000_000_000

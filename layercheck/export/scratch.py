@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from layercheck.persistence.shard_file import DTYPE_BYTES
-from layercheck.recovery.fetch import Array, part_of
+from layercheck.recovery.fetch import part_of
+from layercheck.recovery.scatter import Array
 
 _TORCH = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

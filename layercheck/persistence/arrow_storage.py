@@ -118,20 +118,19 @@ class ArrowStorage:
             last = file.size() if end is None else min(end, file.size())
             return bytes(file.read_at(max(0, last - begin), begin)) if begin < last else b""
 
-    def read_into(self, path: str, begin: int, into: memoryview) -> None:
-        """See `Storage.read_into`."""
-        view = into.cast("B")
+    def read_into(self, path: str, begin: int, *into: memoryview) -> None:
+        """See `Storage.read_into`: one request."""
+        views = [view.cast("B") for view in into]
+        wanted = sum(map(len, views))
         if self.size(path) is None:
             raise DamagedShardError(f"{path} is missing", path=path)
-        data = self.read(path, begin, begin + len(view))
-        if len(data) < len(view):
+        data = memoryview(self.read(path, begin, begin + wanted))
+        if len(data) < wanted:
             raise DamagedShardError(
-                f"{path} is short: {len(data)} of {len(view)} bytes at offset {begin}", path=path, begin=begin
+                f"{path} is short: {len(data)} of {wanted} bytes at offset {begin}", path=path, begin=begin
             )
-        view[:] = data
-
-    def expect(self, path: str, begin: int, end: int) -> None:
-        """See `Storage.expect`: object stores take no hints."""
+        for view in views:
+            view[:], data = data[: len(view)], data[len(view) :]
 
     def size(self, path: str) -> int | None:
         """See `Storage.size`."""

@@ -10,6 +10,8 @@ Buffer = bytes | bytearray | memoryview
 ABSENT = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR)
 """Errors that mean that a path names nothing."""
 
+_MOST_BUFFERS = 1024  # of one `preadv`, by Linux (IOV_MAX)
+
 
 class FileCalls(Protocol):
     """A few functions of `os`, with its arguments, results and errors.
@@ -41,3 +43,32 @@ def absent_is_fine() -> Iterator[None]:
     except OSError as error:
         if error.errno not in ABSENT:
             raise
+
+
+def fill(calls: FileCalls, fd: int, begin: int, views: list[memoryview]) -> int:
+    """Reads from `begin` on into the views, one after another.
+
+    Args:
+        calls: the file system.
+        fd: open for reading.
+        begin: offset in the file.
+        views: of bytes; used up.
+
+    Returns:
+        The bytes read: fewer than there is room for where the file ends.
+    """
+    done = at = 0
+    while at < len(views):
+        if not views[at]:
+            at += 1
+            continue
+        count = calls.preadv(fd, views[at : at + _MOST_BUFFERS], begin + done)
+        if count == 0:
+            break
+        done += count
+        while at < len(views) and count >= len(views[at]):
+            count -= len(views[at])
+            at += 1
+        if count:
+            views[at] = views[at][count:]
+    return done

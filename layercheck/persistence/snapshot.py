@@ -22,6 +22,7 @@ from torch import Tensor
 
 from layercheck.errors import StorageError
 from layercheck.manifest import EventId, LayerWrite, PersistDecision, TrainerState
+from layercheck.partition import ParamSlice
 from layercheck.persistence.copier import Copied, Copier
 from layercheck.persistence.shard_file import (
     RngState,
@@ -32,7 +33,7 @@ from layercheck.persistence.shard_file import (
     StateScalar,
     layout,
 )
-from layercheck.zero3 import ParamSlice, Zero3Engine
+from layercheck.zero3 import Zero3Engine
 
 BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK = 4096

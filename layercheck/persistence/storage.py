@@ -1,4 +1,4 @@
-"""Where bytes go: one folder of one run, reached by eight operations. URIs are in `arrow_storage`.
+"""Where bytes go: one folder of one run, reached by seven operations. URIs are in `arrow_storage`.
 
 What a caller may assume when `write` returns: the object is whole, has its final name, and survives a power
 cut. What it may assume after an exception: nothing new has that name. Nothing here is retried; the writer and
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from layercheck.errors import ConfigError, DamagedShardError, StorageError
-from layercheck.persistence.file_calls import ABSENT, Buffer, FileCalls, absent_is_fine
+from layercheck.persistence.file_calls import ABSENT, Buffer, FileCalls, absent_is_fine, fill
 
 TEMP_PREFIX = ".tmp-"
 """Names that begin so are unfinished writes: no reader looks at them, collection may delete them."""
@@ -47,16 +47,12 @@ class Storage(Protocol):
         """The bytes `begin` to `end` (default: all); fewer if the object ends before."""
         ...
 
-    def read_into(self, path: str, begin: int, into: memoryview) -> None:
-        """Fills `into` from `begin` on.
+    def read_into(self, path: str, begin: int, *into: memoryview) -> None:
+        """Fills memory, one piece after another, from `begin` on.
 
         Raises:
             DamagedShardError: the object is missing or too short.
         """
-        ...
-
-    def expect(self, path: str, begin: int, end: int) -> None:
-        """These bytes will be read soon: a hint, which never waits and never fails."""
         ...
 
     def size(self, path: str) -> int | None:
@@ -189,38 +185,30 @@ class LocalStorage:
             try:
                 size = self._os.stat(fd).st_size
                 data = bytearray(max(0, (size if end is None else min(end, size)) - begin))
-                done = self._fill(fd, begin, memoryview(data))
+                done = fill(self._os, fd, begin, [memoryview(data)])
                 return bytes(memoryview(data)[:done])
             finally:
                 self._os.close(fd)
 
-    def read_into(self, path: str, begin: int, into: memoryview) -> None:
+    def read_into(self, path: str, begin: int, *into: memoryview) -> None:
         """See `Storage.read_into`."""
-        view = into.cast("B")
+        views = [view.cast("B") for view in into]
+        wanted = sum(map(len, views))
         try:
             with self._errors("read", path):
                 fd = self._open(path)
                 try:
-                    done = self._fill(fd, begin, view)
+                    done = fill(self._os, fd, begin, views)
                 finally:
                     self._os.close(fd)
         except StorageError as error:
             if error.facts.get("errno") in ABSENT:
                 raise DamagedShardError(f"{path} is missing", path=path) from error
             raise
-        if done < len(view):
+        if done < wanted:
             raise DamagedShardError(
-                f"{path} is short: {done} of {len(view)} bytes at offset {begin}", path=path, begin=begin
+                f"{path} is short: {done} of {wanted} bytes at offset {begin}", path=path, begin=begin
             )
-
-    def expect(self, path: str, begin: int, end: int) -> None:
-        """See `Storage.expect`. The kernel reads ahead into its cache, many requests at once."""
-        with suppress(OSError):
-            fd = os.open(self._full(path), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(fd)
 
     def size(self, path: str) -> int | None:
         """See `Storage.size`."""
@@ -301,15 +289,6 @@ class LocalStorage:
 
     def _open(self, path: str) -> int:
         return self._os.open(self._full(path), os.O_RDONLY | os.O_CLOEXEC)
-
-    def _fill(self, fd: int, begin: int, view: memoryview) -> int:
-        done = 0
-        while done < len(view):
-            count = self._os.preadv(fd, [view[done:]], begin + done)
-            if count == 0:
-                break
-            done += count
-        return done
 
     def _write_temp(self, folder: str, chunks: Iterable[Buffer]) -> str:
         """A finished and fsynced temp file beside the target; removed if anything fails."""

@@ -1,19 +1,19 @@
 """Reads the versions of a plan from the storage: every byte checked, then cut to what this rank needs.
 
-A shard is read block by block; each block is hashed and scattered to where its elements belong. So only one
-block is held beside the slices of one layer, however large the shard and whatever world size wrote it.
-A shard whose checksum is wrong is read once more; if it is wrong again it is reported as bad, and the caller
-gets a plan with an older version of that layer.
+A shard is read block by block, straight to where its elements belong, and hashed there. So nothing is copied,
+and only one block is held beside the slices, however large the shard and whatever world size wrote it. The
+place may be live memory: then it holds unchecked bytes until `fetch` returns the layer, and nobody may use
+them before. A shard whose checksum is wrong is read once more; if it is wrong again it is reported as bad,
+and the caller gets a plan with an older version of that layer, which is fetched over it.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from layercheck.errors import DamagedShardError, StorageError
@@ -22,8 +22,8 @@ from layercheck.manifest import BadShard, LayerPlan, ShardRecord
 from layercheck.persistence.damage import is_damage
 from layercheck.persistence.shard_file import DTYPE_BYTES, ShardHeader, TensorRange, read_header
 from layercheck.persistence.storage import Storage
+from layercheck.recovery.scatter import Array, Run, blocks, in_order
 
-Array = npt.NDArray[np.uint8]
 log = logging.getLogger(__name__)
 _LOOKS = 2
 _TRIES = 8
@@ -43,13 +43,22 @@ class Wanted(Protocol):
     def numel(self) -> int: ...  # noqa: D102
 
 
+Room = Callable[[Any, str, str], Array | None]
+"""(one of the wanted, key, safetensors dtype) -> the live memory that its bytes go to, or None for memory of
+the fetcher's own. Asked once for each tensor of a fetch."""
+
+
 @dataclass(slots=True)
 class FetchedSlice:
-    """One parameter's part as bytes: `tensors[key]` holds `numel` elements of `dtypes[key]`."""
+    """One parameter's part as bytes: `tensors[key]` holds `numel` elements of `dtypes[key]`.
+
+    `placed` names the keys whose bytes lie in live memory already.
+    """
 
     tensors: dict[str, Array] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    placed: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,10 @@ class FetchedLayer:
     layer: str
     step: int
     slices: dict[str, FetchedSlice]
+
+
+def _no_room(_want: Any, _key: str, _dtype: str) -> None:
+    """All bytes go to memory of the fetcher's own."""
 
 
 class Fetcher:
@@ -79,33 +92,34 @@ class Fetcher:
         self._storage, self._sleep = storage, sleep
         self._keys = keys
         self._headers: dict[str, _IndexedHeader] = {}
-        self._block: Array = np.empty(BLOCK_BYTES, dtype=np.uint8)
+        self._spare: Array = np.empty(BLOCK_BYTES, dtype=np.uint8)
         self.nbytes = 0
 
-    def fetch(self, plan: LayerPlan, wanted: Sequence[Wanted]) -> FetchedLayer | BadShard:
+    def fetch(
+        self, plan: LayerPlan, wanted: Sequence[Wanted], room: Room = _no_room
+    ) -> FetchedLayer | BadShard:
         """Reads one layer of a plan: this rank's slices, or the shard for which it cannot be had.
+
+        Args:
+            plan: the layer's version.
+            wanted: slices, each with elements of its own.
+            room: where bytes go; what it gave holds anything if the answer is no layer.
 
         Raises:
             StorageError: the storage does not answer; nothing is said of what it holds.
         """
         try:
-            return self._layer(plan, wanted)
+            return self._layer(plan, wanted, room)
         except _BadShardError as error:
             return error.shard
 
-    def expect(self, plan: LayerPlan, wanted: Sequence[Wanted]) -> None:
-        """This layer will be fetched soon: the storage may begin to read it. Costs no memory of ours."""
-        for shard in plan.shards:
-            if _overlaps(shard, wanted):
-                self._storage.expect(shard.file, shard.begin, shard.end)
-
-    def _layer(self, plan: LayerPlan, wanted: Sequence[Wanted]) -> FetchedLayer:
+    def _layer(self, plan: LayerPlan, wanted: Sequence[Wanted], room: Room) -> FetchedLayer:
         slices = {want.spec.name: FetchedSlice() for want in wanted}
         missing = {want.spec.name: want.numel for want in wanted}
         for shard in plan.shards:
             if not _overlaps(shard, wanted):
                 continue
-            for name, count in self._checked(shard, wanted, slices).items():
+            for name, count in self._checked(shard, wanted, slices, room).items():
                 missing[name] -= count
         short = [name for name, count in missing.items() if count]
         if short:
@@ -113,7 +127,7 @@ class Fetcher:
         return FetchedLayer(plan.layer, plan.step, slices)
 
     def _checked(
-        self, shard: ShardRecord, wanted: Sequence[Wanted], slices: dict[str, FetchedSlice]
+        self, shard: ShardRecord, wanted: Sequence[Wanted], slices: dict[str, FetchedSlice], room: Room
     ) -> dict[str, int]:
         """Damage is looked at twice; a storage that does not answer is asked for a while.
 
@@ -123,7 +137,7 @@ class Fetcher:
         failed, pause_s = 0, _FIRST_PAUSE_S
         while True:
             try:
-                return self._read(shard, wanted, slices)
+                return self._read(shard, wanted, slices, room)
             except StorageError as error:
                 self._headers.pop(shard.file, None)
                 failed += 1
@@ -138,7 +152,7 @@ class Fetcher:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _read(
-        self, shard: ShardRecord, wanted: Sequence[Wanted], slices: dict[str, FetchedSlice]
+        self, shard: ShardRecord, wanted: Sequence[Wanted], slices: dict[str, FetchedSlice], room: Room
     ) -> dict[str, int]:
         """Fills what a shard holds of the slices; returns the elements by parameter.
 
@@ -146,15 +160,15 @@ class Fetcher:
         """
         header = self._header(shard)
         counts: dict[str, int] = {}
-        targets: list[_Target] = []
+        runs: list[Run] = []
         for want in wanted:
-            counts[want.spec.name], found = self._targets(header, shard, want, slices[want.spec.name])
-            targets += found
+            counts[want.spec.name], found = self._runs(header, shard, want, slices[want.spec.name], room)
+            runs += found
         digest = xxhash.xxh3_128()
-        for begin, block in self._blocks(shard):
-            digest.update(block.data)
-            for target in targets:
-                target.fill(begin, block)
+        for begin, memory in self._blocks(shard, runs):
+            self._storage.read_into(shard.file, begin, *(part.data for part in memory))
+            for part in memory:
+                digest.update(part.data)
         if digest.hexdigest() != shard.xxh3_128:
             raise DamagedShardError(
                 f"{shard.file}: checksum of layer {shard.layer} is {digest.hexdigest()}, not {shard.xxh3_128}"
@@ -170,17 +184,18 @@ class Fetcher:
             self._headers[shard.file] = header
         return header
 
-    def _blocks(self, shard: ShardRecord) -> Iterator[tuple[int, Array]]:
-        """The layer's bytes in the file, in order; each block is overwritten by the next."""
-        for begin in range(shard.begin, shard.end, BLOCK_BYTES):
-            block = self._block[: min(BLOCK_BYTES, shard.end - begin)]
-            self._storage.read_into(shard.file, begin, block.data)
-            yield begin, block
+    def _blocks(self, shard: ShardRecord, runs: list[Run]) -> Iterator[tuple[int, list[Array]]]:
+        """The layer's bytes in the file, in order, and where they go; the spare memory is used again."""
+        try:
+            ordered = in_order(runs, shard.begin, shard.end)
+        except ValueError as error:
+            raise _BadShardError(shard, f"{shard.file}: layer {shard.layer}: {error}") from error
+        return blocks(ordered, shard.begin, shard.end, BLOCK_BYTES, self._spare)
 
-    def _targets(
-        self, header: "_IndexedHeader", shard: ShardRecord, want: Wanted, into: FetchedSlice
-    ) -> tuple[int, list["_Target"]]:
-        """Where a shard's bytes of one wanted slice go; (elements, targets). Makes room in `into`."""
+    def _runs(
+        self, header: "_IndexedHeader", shard: ShardRecord, want: Wanted, into: FetchedSlice, room: Room
+    ) -> tuple[int, list[Run]]:
+        """Where a shard's bytes of one wanted slice go; (elements, runs). Makes room in `into`."""
         held = header.slices.get(want.spec.name)
         if held is None or held.shape != want.spec.shape:
             raise _BadShardError(
@@ -189,33 +204,33 @@ class Fetcher:
         into.scalars = {key: scalar.model_dump() for key, scalar in held.state.items()}
         begin = max(held.offset, want.offset)
         count = max(0, min(held.offset + held.numel, want.offset + want.numel) - begin)
-        targets = []
+        runs = []
         for tensor in header.of_parameter[want.spec.name]:
             key, size = tensor.state, DTYPE_BYTES[tensor.dtype]
             if self._keys is not None and key not in self._keys:
                 continue
             if key not in into.tensors:
-                into.tensors[key] = np.empty(want.numel * size, dtype=np.uint8)
-                into.dtypes[key] = tensor.dtype
+                _make_room(want, key, tensor.dtype, into, room)
+            if into.dtypes[key] != tensor.dtype:
+                raise _BadShardError(
+                    shard,
+                    f"{shard.file}: {want.spec.name}/{key} is {tensor.dtype}, elsewhere {into.dtypes[key]}",
+                )
             if count:
                 target = (begin - want.offset) * size
-                room = into.tensors[key][target : target + count * size]
-                targets.append(_Target(tensor.begin + (begin - held.offset) * size, room))
-        return count, targets
+                memory = into.tensors[key][target : target + count * size]
+                runs.append(Run(tensor.begin + (begin - held.offset) * size, memory))
+        return count, runs
 
 
-class _Target(NamedTuple):
-    """A run of bytes of a file, from `begin` on, and the memory that it fills."""
-
-    begin: int
-    into: Array
-
-    def fill(self, at: int, block: Array) -> None:
-        """Takes what a block that lies `at` in the file has of this run."""
-        first = max(at, self.begin)
-        last = min(at + block.size, self.begin + self.into.size)
-        if first < last:
-            self.into[first - self.begin : last - self.begin] = block[first - at : last - at]
+def _make_room(want: Wanted, key: str, dtype: str, into: FetchedSlice, room: Room) -> None:
+    memory = room(want, key, dtype)
+    if memory is not None:
+        into.placed.add(key)
+    nbytes = want.numel * DTYPE_BYTES[dtype]
+    into.tensors[key] = np.empty(nbytes, dtype=np.uint8) if memory is None else memory
+    into.dtypes[key] = dtype
+    assert into.tensors[key].size == nbytes, f"{into.tensors[key].size} bytes for {want.spec.name}/{key}"
 
 
 class _IndexedHeader:

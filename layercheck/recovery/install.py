@@ -1,8 +1,8 @@
 """Puts fetched layers into a live engine, one at a time; its weights follow once all are in.
 
 The fp32 partitions and moments of an engine that recovers are no state that anybody needs, so they are where
-the layers are gathered: beside them only one layer is ever held. What the model computes with, its
-low-precision weights, changes in `finish` alone.
+the layers are gathered, unchecked bytes among them until all ranks have said that all is good. What the
+model computes with, its low-precision weights, changes in `finish` alone.
 """
 
 import torch
@@ -10,14 +10,16 @@ from torch import Tensor
 
 from layercheck.errors import LayerCheckError
 from layercheck.manifest import RecoveryPlan
-from layercheck.recovery.fetch import Array, FetchedLayer, FetchedSlice
+from layercheck.partition import ParamSlice
+from layercheck.recovery.fetch import FetchedLayer
+from layercheck.recovery.scatter import Array
 from layercheck.zero3 import Zero3Engine
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
 def start(zero3: Zero3Engine, plan: RecoveryPlan) -> None:
-    """Makes the engine ready for `put`.
+    """Makes the engine ready for the layers.
 
     Raises:
         LayerCheckError: the plan lacks a layer of the engine; the engine is as it was.
@@ -29,14 +31,32 @@ def start(zero3: Zero3Engine, plan: RecoveryPlan) -> None:
     zero3.begin_install()
 
 
-def put(zero3: Zero3Engine, fetched: FetchedLayer) -> None:
-    """Replaces masters, moments and optimizer scalars of one layer; again for another version of it."""
+def clear(zero3: Zero3Engine, layer: str) -> None:
+    """Forgets the optimizer state of one layer, before a version of it is fetched into the engine."""
     for sub_group in zero3.sub_groups:
-        if sub_group.layer == fetched.layer:
+        if sub_group.layer == layer:
             zero3.clear_state(sub_group.index)
+
+
+def room(zero3: Zero3Engine, part: ParamSlice, key: str, dtype: str) -> Array | None:
+    """Where the bytes of a tensor belong, as bytes; None if they have to be copied there by `put`.
+
+    Copied is what goes to an accelerator, and what is held in another type than it was saved in.
+    """
+    live = zero3.room(part, key)
+    if live.device.type != "cpu" or live.dtype != _DTYPES.get(dtype) or not live.numel():
+        return None
+    return live.view(torch.uint8).numpy()
+
+
+def put(zero3: Zero3Engine, fetched: FetchedLayer) -> None:
+    """Replaces what is left of one layer: its scalars, and the tensors for which `room` had none."""
     for part in zero3.slices[fetched.layer]:
         found = fetched.slices[part.spec.name]
-        zero3.write(part, _tensors(found), found.scalars)
+        for key, raw in found.tensors.items():
+            if key not in found.placed:
+                zero3.room(part, key).copy_(_tensor(raw, _DTYPES[found.dtypes[key]]))
+        zero3.set_scalars(part, found.scalars)
 
 
 def finish(zero3: Zero3Engine) -> None:
@@ -51,10 +71,6 @@ def finish(zero3: Zero3Engine) -> None:
         raise LayerCheckError(
             f"after the install, parameter {stale} does not show its fp32 values", parameter=stale
         )
-
-
-def _tensors(fetched: FetchedSlice) -> dict[str, Tensor]:
-    return {key: _tensor(raw, _DTYPES[fetched.dtypes[key]]) for key, raw in fetched.tensors.items()}
 
 
 def _tensor(raw: Array, dtype: torch.dtype) -> Tensor:

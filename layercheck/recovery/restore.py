@@ -1,31 +1,30 @@
 """One recovery on all ranks: fetch the plan, have it amended for bad shards, install, write the receipt.
 
 States, all ranks together unless said otherwise:
-1. each rank fetches its parts of the plan, layer by layer, into its fp32 partitions and moments. What the
-   model computes with is not touched. A storage that does not answer one rank ends the attempt on all of
-   them, and no version is given up for it.
+1. each rank reads its parts of the plan, layer by layer, straight into its fp32 partitions and moments, and
+   checks them there. What the model computes with is not touched. A storage that does not answer one rank
+   ends the attempt on all of them, and no version is given up for it.
 2. one all-reduce counts the bad shards. None: go to 4.
-3. rank 0 has the coordinator amend the plan; only the layers that changed are fetched again; back to 2.
+3. rank 0 has the coordinator amend the plan; only the layers that changed are fetched again, over what did
+   not pass its check; back to 2.
 4. all ranks hold the same whole plan: the weights follow. A failure before this point takes the partitions
    back to the untouched weights, so that nobody trains on half a state.
 """
 
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient
-from layercheck.errors import StorageError
+from layercheck.errors import LayerCheckError, StorageError
 from layercheck.manifest import BadShard, LayerPlan, Receipt, RecoveryPlan
 from layercheck.persistence.storage import Storage
 from layercheck.recovery import install
 from layercheck.recovery.collectives import count_over_ranks, on_rank_zero
 from layercheck.recovery.fetch import Fetcher
 from layercheck.zero3 import Zero3Engine
-
-_AHEAD = 3
-"""Layers that the storage is told of, the one that is read among them."""
 
 
 def restore(
@@ -74,6 +73,7 @@ def _fetch_all(
         assert grant.plan is not None, "an amended grant always has a plan"
         plan = grant.plan
         todo = tuple(layer for layer in plan.layers if _moved(before.get(layer.layer), layer))
+        _check_all_replaced(bad, todo)
     return grant, plan, all_bad
 
 
@@ -97,21 +97,14 @@ def _fetch_on_all_ranks(
 
 
 def _fetch(zero3: Zero3Engine, fetcher: Fetcher, todo: tuple[LayerPlan, ...]) -> list[BadShard]:
-    """Fetches layers into the partitions, one at a time; returns what could not be had.
-
-    The storage reads the next layers while one is checked and copied.
-    """
-    bad = []
-    for position, plan in enumerate(todo):
-        for later in todo[:_AHEAD] if position == 0 else todo[position + _AHEAD - 1 : position + _AHEAD]:
-            fetcher.expect(later, zero3.slices[later.layer])
-        found = _fetch_one(zero3, fetcher, plan)
-        bad += [] if found is None else [found]
-    return bad
+    """Fetches layers into the partitions, one at a time; returns what could not be had."""
+    found = (_fetch_one(zero3, fetcher, plan) for plan in todo)
+    return [shard for shard in found if shard is not None]
 
 
 def _fetch_one(zero3: Zero3Engine, fetcher: Fetcher, plan: LayerPlan) -> BadShard | None:
-    fetched = fetcher.fetch(plan, zero3.slices[plan.layer])
+    install.clear(zero3, plan.layer)
+    fetched = fetcher.fetch(plan, zero3.slices[plan.layer], partial(install.room, zero3))
     if isinstance(fetched, BadShard):
         return fetched
     install.put(zero3, fetched)
@@ -129,6 +122,22 @@ def _bad_on_any_rank(bad: list[BadShard], device: torch.device) -> tuple[BadShar
 
 def _moved(before: LayerPlan | None, after: LayerPlan) -> bool:
     return before is None or before.shards[0].event != after.shards[0].event
+
+
+def _check_all_replaced(bad: tuple[BadShard, ...], todo: tuple[LayerPlan, ...]) -> None:
+    """What was read of a bad shard still lies in the partitions.
+
+    Raises:
+        LayerCheckError: an amended plan has no other version for one of them.
+    """
+    replaced = {layer.layer for layer in todo}
+    for shard in bad:
+        if shard.layer not in replaced:
+            raise LayerCheckError(
+                f"the amended plan keeps layer {shard.layer} of step {shard.step}, but {shard.file} is bad",
+                layer=shard.layer,
+                path=shard.file,
+            )
 
 
 def _receipt(grant: AttemptGrant, plan: RecoveryPlan, bad: tuple[BadShard, ...]) -> Receipt:

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from layercheck.config import DriftConfig
 from layercheck.manifest import DriftReport
+from layercheck.partition import SubGroup
 from layercheck.tracking.displacement import References
 from layercheck.tracking.notices import NoticeSlots, RankNotices
 from layercheck.tracking.pending import PendingReport
 from layercheck.tracking.sample import SubGroupSample, density_for, norms, phase_of
-from layercheck.zero3 import SubGroup, Zero3Engine
+from layercheck.zero3 import Zero3Engine
 
 
 def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from layercheck.layers import LayerKind
-from layercheck.zero3 import SubGroup
+from layercheck.partition import SubGroup
 
 SMALL_NUMEL = 32768
 """A run of elements up to this size is looked at as a whole."""

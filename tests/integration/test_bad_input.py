@@ -60,7 +60,7 @@ def _recover_without_an_answer(storage: str) -> None:
     from layercheck.recovery import fetch
 
     class Refuses(LocalStorage):
-        def read_into(self, path: str, begin: int, into: memoryview) -> None:
+        def read_into(self, path: str, begin: int, *into: memoryview) -> None:
             raise StorageError(f"no answer for {path}", path=path, errno=errno.ESTALE)
 
     fetch._TRIES = 2

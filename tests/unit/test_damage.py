@@ -38,9 +38,9 @@ class SickStorage(LocalStorage):
         self._sick(path)
         return super().read(path, begin, end)
 
-    def read_into(self, path: str, begin: int, into: memoryview) -> None:
+    def read_into(self, path: str, begin: int, *into: memoryview) -> None:
         self._sick(path)
-        super().read_into(path, begin, into)
+        super().read_into(path, begin, *into)
 
 
 def fetched(storage: LocalStorage, clock: Clock) -> tuple[dict[str, FetchedLayer], list[str]]:

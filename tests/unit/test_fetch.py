@@ -1,15 +1,18 @@
-"""Slices for any world size from versions of any world size, one layer and one block at a time."""
+"""Slices for any world size from versions of any world size, read straight into place, block by block."""
 
 import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from layercheck.errors import LayerCheckError
 from layercheck.layers import ParamSpec
 from layercheck.manifest import BadShard
 from layercheck.persistence.storage import LocalStorage
@@ -91,26 +94,40 @@ class CountingStorage(LocalStorage):
         super().__init__(root)
         self.reads: list[int] = []
 
-    def read_into(self, path: str, begin: int, into: memoryview) -> None:
-        self.reads.append(into.nbytes)
-        super().read_into(path, begin, into)
+    def read_into(self, path: str, begin: int, *into: memoryview) -> None:
+        self.reads.append(sum(view.nbytes for view in into))
+        super().read_into(path, begin, *into)
 
 
 class Partitions:
-    """Stands for an engine: takes each layer and keeps nothing of it."""
+    """Stands for an engine that keeps fp32 partitions and moments, on its own type of numbers."""
 
-    def __init__(self, slices: dict[str, list[Want]]) -> None:
+    def __init__(self, slices: dict[str, list[Want]], dtype: torch.dtype = torch.float32) -> None:
         self.slices = slices
-        self.sub_groups: tuple[Any, ...] = ()
-        self.nbytes = 0
+        self.sub_groups = tuple(SimpleNamespace(index=i, layer=layer) for i, layer in enumerate(slices))
+        self.cleared: list[int] = []
+        self.live = {
+            (want.spec.name, key): torch.full((want.numel,), torch.nan, dtype=dtype)
+            for wants_of_layer in slices.values()
+            for want in wants_of_layer
+            for key in KEYS
+        }
+        self.scalars: dict[str, Any] = {}
 
-    def write(self, part: Want, tensors: dict[str, Any], scalars: dict[str, Any]) -> None:
-        self.nbytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    def clear_state(self, sub_group: int) -> None:
+        self.cleared.append(sub_group)
+
+    def room(self, part: Want, key: str) -> torch.Tensor:
+        return self.live[part.spec.name, key]
+
+    def set_scalars(self, part: Want, scalars: dict[str, Any]) -> None:
+        self.scalars[part.spec.name] = scalars
 
 
+@pytest.mark.parametrize("is_direct", [True, False])
 @pytest.mark.parametrize(("written_by", "world_size"), [(1, 4), (3, 2)])
-def test_a_restore_holds_one_layer_of_this_rank_and_one_block_beside_the_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written_by: int, world_size: int
+def test_a_restore_holds_one_block_beside_the_state_and_one_layer_only_where_it_must_be_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written_by: int, world_size: int, is_direct: bool
 ) -> None:
     block = 64 << 10
     monkeypatch.setattr(fetch, "BLOCK_BYTES", block)
@@ -120,7 +137,7 @@ def test_a_restore_holds_one_layer_of_this_rank_and_one_block_beside_the_state(
     storage = CountingStorage(str(tmp_path))
     mine = {layer.name: wants(layer.params, 1, world_size) for layer in store.run.layer_map.layers}
     largest = max(sum(12 * want.numel for want in layer) for layer in mine.values())
-    engine = Partitions(mine)
+    engine = Partitions(mine, torch.float32 if is_direct else torch.float64)
     tracemalloc.start()
     try:
         bad = restore._fetch(engine, Fetcher(storage), plans)  # type: ignore[arg-type]
@@ -128,31 +145,41 @@ def test_a_restore_holds_one_layer_of_this_rank_and_one_block_beside_the_state(
     finally:
         tracemalloc.stop()
     assert bad == []
-    assert engine.nbytes == sum(12 * want.numel for layer in mine.values() for want in layer)
+    for want in (want for layer in mine.values() for want in layer):
+        for key in KEYS:
+            part = values(want.spec, key, 2)[want.offset : want.offset + want.numel]
+            np.testing.assert_array_equal(engine.live[want.spec.name, key].numpy(), part)
+        assert engine.scalars[want.spec.name]["step"]["value"] == 2
     assert max(storage.reads) <= block
-    assert peak <= largest + block + (256 << 10), f"{peak} bytes with {largest} in the largest layer"
-    assert peak >= largest, "the measure sees the layer itself"
+    beside = 0 if is_direct else largest
+    assert peak <= beside + block + (256 << 10), f"{peak} bytes with {largest} in the largest layer"
+    assert peak >= beside, "the measure sees the layer itself"
 
 
-def test_the_storage_is_told_of_the_next_layers_before_one_is_read(tmp_path: Path) -> None:
-    store = shelf(tmp_path, {f"layers.{i}": ((64,),) for i in range(6)})
-    plans = tuple(store.put(layer, 2, 2) for layer in store.run.layer_map.layers)
-    files = [plan.shards[1].file for plan in plans]
-    told: list[str] = []
+def test_an_older_version_is_fetched_over_what_a_bad_one_left_in_place(tmp_path: Path) -> None:
+    store = shelf(tmp_path, {"layers.0": ((50,), (7,))})
+    (layer,) = store.run.layer_map.layers
+    older, newer = store.put(layer, 1, 3), store.put(layer, 2, 2)
+    damaged = tmp_path / newer.shards[1].file
+    flip_bit(damaged, 8 * (damaged.stat().st_size - 1))
+    engine: Any = Partitions({layer.name: wants(layer.params, 0, 1)})
+    fetcher = Fetcher(store.storage)
+    (bad,) = restore._fetch(engine, fetcher, (newer,))
+    assert bad.file == newer.shards[1].file
+    assert bad.layer not in engine.scalars, "nothing else is set of a layer that did not pass its check"
+    assert engine.cleared == [0], "what a fresh version lacks is not taken over from an older state"
+    assert restore._fetch(engine, fetcher, (older,)) == []
+    assert engine.cleared == [0, 0], "nor from what was bad"
+    for spec in layer.params:
+        for key in KEYS:
+            np.testing.assert_array_equal(engine.live[spec.name, key].numpy(), values(spec, key, 1))
 
-    class Listening(LocalStorage):
-        def expect(self, path: str, begin: int, end: int) -> None:
-            told.append(path)
-            super().expect(path, begin, end)
 
-        def read_into(self, path: str, begin: int, into: memoryview) -> None:
-            assert told == files[: files.index(path) + restore._AHEAD]
-            super().read_into(path, begin, into)
-
-    mine = {layer.name: wants(layer.params, 1, 2) for layer in store.run.layer_map.layers}
-    assert restore._fetch(Partitions(mine), Fetcher(Listening(str(tmp_path))), plans) == []  # type: ignore[arg-type]
-    assert told == files
-
-
-def test_a_hint_about_a_file_that_is_gone_is_no_error(tmp_path: Path) -> None:
-    LocalStorage(str(tmp_path)).expect("events/none", 0, 10)
+def test_an_amended_plan_that_keeps_what_was_bad_is_an_error(tmp_path: Path) -> None:
+    store = shelf(tmp_path, {"layers.0": ((4,),), "layers.1": ((4,),)})
+    first, second = (store.put(layer, 2, 1) for layer in store.run.layer_map.layers)
+    shard = second.shards[0]
+    bad = BadShard(file=shard.file, layer=shard.layer, step=2, attempt=1, error="checksum")
+    restore._check_all_replaced((bad,), (first, second))
+    with pytest.raises(LayerCheckError, match=r"keeps layer layers\.1 of step 2"):
+        restore._check_all_replaced((bad,), (first,))

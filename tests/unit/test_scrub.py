@@ -184,10 +184,10 @@ def test_i5_collection_keeps_the_older_version_of_a_rotten_one(run: RealRun) -> 
 
 def test_a_shard_that_is_collected_while_it_is_read_is_not_rotten(run: RealRun) -> None:
     class Collected(type(run.storage)):  # type: ignore[misc]
-        def read_into(self, path: str, begin: int, into: memoryview) -> None:
+        def read_into(self, path: str, begin: int, *into: memoryview) -> None:
             if "step-00000008" in path:
                 self.delete("events/step-00000008.a001")
-            super().read_into(path, begin, into)
+            super().read_into(path, begin, *into)
 
     clock = Clock()
     made = Scrubber(Collected(str(run.folder)), run.coordinator, 1.0, clock, Pacer(clock))

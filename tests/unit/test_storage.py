@@ -1,6 +1,8 @@
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyarrow import fs
@@ -70,6 +72,37 @@ def test_read_into_fills_exactly_or_names_the_damage(storage: Storage) -> None:
         storage.read_into("s", 8, memoryview(into))
     with pytest.raises(DamagedShardError, match="missing"):
         storage.read_into("gone", 0, memoryview(into))
+
+
+def test_one_read_fills_any_number_of_pieces_one_after_another(storage: Storage) -> None:
+    content = bytes(i % 251 for i in range(5000))
+    storage.write("s", [content])
+    pieces = [bytearray(i % 4) for i in range(3000)]
+    storage.read_into("s", 7, *map(memoryview, pieces))
+    assert b"".join(pieces) == content[7 : 7 + sum(map(len, pieces))]
+    with pytest.raises(DamagedShardError, match="short: 10 of 12 bytes"):
+        storage.read_into("s", 4990, memoryview(bytearray(5)), memoryview(bytearray(7)))
+
+
+def test_a_read_that_the_kernel_cuts_short_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    class Hesitant:
+        """A file system that gives at most three bytes a call."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            left, room = 3, []
+            for view in buffers:
+                room.append(view[:left])
+                left -= len(room[-1])
+            return os.preadv(fd, room, offset)
+
+    storage = LocalStorage(str(tmp_path), Hesitant())
+    storage.write("s", [bytes(range(100))])
+    pieces = [bytearray(n) for n in (1, 0, 5, 2, 7)]
+    storage.read_into("s", 4, *map(memoryview, pieces))
+    assert b"".join(pieces) == bytes(range(4, 19))
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/x", "a/../../x", "a//b", "", "a\\b", "./a"])
