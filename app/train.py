@@ -35,6 +35,7 @@ from cluster.preemption import Drains, WatchingTorchConfig, driver_signals
 from cluster.witness import Witness
 from layercheck.errors import ConfigError, LayerCheckError, PreemptedError
 
+log = logging.getLogger("app")
 EXIT_CODES = {"completed": 0, "failed": 1, "refused": 1, "fenced": 3, "preempted": os.EX_TEMPFAIL}
 _USAGE = 2
 
@@ -157,10 +158,49 @@ def _fit(config: Config, submission: str, takeover: bool) -> TrainResult:
     os.environ |= ray_train_limits(cluster.health_check_s, hang_s, wait_s) | os.environ
     if config.checkpoint.method == "layercheck":
         start_coordinator(config.run.name, config.run.storage_root, config.checkpoint.settings)
+    grace_s = config.checkpoint.settings.preemption_grace_s
+
+    def tell(seconds: float) -> None:
+        client = connect(config.run.name, config.run.storage_root, config.checkpoint.settings)
+        client.announce_end(submission, seconds)
+
+    with driver_signals(_signals(config), grace_s, tell):
+        try:
+            returned = _fit_until_started(config, submission, takeover)
+        except TrainingFailedError as error:
+            ours = getattr(error, "controller_failure", None)
+            return TrainResult("failed", message=str(ours if isinstance(ours, LayerCheckError) else error))
+        except RayActorError as error:
+            message = f"Ray Train's controller is gone: submit the run again ({error})"
+            return TrainResult("failed", message=message)
+    return TrainResult(**returned)
+
+
+def _fit_until_started(config: Config, submission: str, takeover: bool) -> Any:
+    """What rank 0 returned. A worker that dies while its group is being started costs a new controller.
+
+    Ray Train restarts whatever dies before that moment and after it, but ends the run with the bare error of
+    an actor for a death in between (seen with 2.60). Such starts count against `cluster.max_failures` too.
+    """
+    number = 0
+    while True:
+        try:
+            return _trainer(config, submission, takeover, number).fit().return_value
+        except TrainingFailedError as error:
+            died_in_start = isinstance(getattr(error, "controller_failure", None), RayActorError)
+            if not died_in_start or number == config.cluster.max_failures:
+                raise
+        log.warning("a worker died while its group was being started: started anew")
+        number += 1
+
+
+def _trainer(config: Config, submission: str, takeover: bool, number: int) -> TorchTrainer:
+    """Ray Train's part of a run; `number` tells the controllers of one submission apart."""
+    cluster = config.cluster
     resources = {"CPU": cluster.cpus_per_worker}
     if cluster.gpus_per_worker:
         resources["GPU"] = cluster.gpus_per_worker
-    trainer = TorchTrainer(
+    return TorchTrainer(
         worker,
         train_loop_config={"config": config.resolved(), "submission": submission, "takeover": takeover},
         torch_config=WatchingTorchConfig(backend=cluster.process_group, signals=_signals(config)),
@@ -172,33 +212,17 @@ def _fit(config: Config, submission: str, takeover: bool) -> TrainResult:
         ),
         run_config=RunConfig(
             # Ray reads the state that it finds under a name it knows, and dies if that was cut off.
-            name=f"{config.run.name}-{submission[:12]}",
+            name=f"{config.run.name}-{submission[:12]}-{number:02d}",
             storage_path=f"{config.run.folder}/ray",
             failure_config=FailureConfig(
                 max_failures=cluster.max_failures, max_preemption_failures=cluster.max_preemption_failures
             ),
             callbacks=[
                 FailureNotes(config.run.folder, submission),
-                GroupGuard(config.run.name, config.run.storage_root, wait_s),
+                GroupGuard(config.run.name, config.run.storage_root, cluster.reschedule_wait_s),
             ],
         ),
     )
-    grace_s = config.checkpoint.settings.preemption_grace_s
-
-    def tell(seconds: float) -> None:
-        client = connect(config.run.name, config.run.storage_root, config.checkpoint.settings)
-        client.announce_end(submission, seconds)
-
-    try:
-        with driver_signals(_signals(config), grace_s, tell):
-            returned = trainer.fit().return_value
-    except TrainingFailedError as error:
-        ours = getattr(error, "controller_failure", None)
-        return TrainResult("failed", message=str(ours if isinstance(ours, LayerCheckError) else error))
-    except RayActorError as error:
-        message = f"Ray Train's controller is gone: submit the run again ({error})"
-        return TrainResult("failed", message=message)
-    return TrainResult(**returned)
 
 
 def _signals(config: Config) -> tuple[str, ...]:

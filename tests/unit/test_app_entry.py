@@ -1,8 +1,12 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
+from ray.exceptions import ActorDiedError
+from ray.train import ControllerError, TrainingFailedError
 
+from app import train
 from app.config import load_config
 from app.train import check_cluster, check_input, main
 from layercheck.errors import ConfigError
@@ -54,3 +58,52 @@ def test_bad_input_ends_with_one_line_before_any_cluster_is_started(
     errors = capsys.readouterr().err.strip().splitlines()
     assert len(errors) == 1
     assert words in errors[0]
+
+
+class Controllers:
+    """Ends of the controllers of one submission, one after the other; the last one trains to the end."""
+
+    def __init__(self, *ends: Exception) -> None:
+        self.ends = list(ends)
+        self.numbers: list[int] = []
+
+    def next(self, config: object, submission: str, takeover: bool, number: int) -> SimpleNamespace:
+        self.numbers.append(number)
+        return SimpleNamespace(fit=self.fit)
+
+    def fit(self) -> SimpleNamespace:
+        if self.ends:
+            raise self.ends.pop(0)
+        return SimpleNamespace(return_value={"status": "completed"})
+
+
+def died_in_start() -> TrainingFailedError:
+    """What Ray Train 2.60 raises for a worker that dies between its creation and its train function."""
+    return ControllerError(ActorDiedError())
+
+
+def test_a_worker_that_dies_while_its_group_is_started_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    controllers = Controllers(died_in_start(), died_in_start())
+    monkeypatch.setattr(train, "_trainer", controllers.next)
+    returned = train._fit_until_started(load_config("tiny", ["cluster.max_failures=2"]), "s", False)
+    assert returned == {"status": "completed"}
+    assert controllers.numbers == [0, 1, 2], "each under a name of its own: Ray reads what it finds under one"
+
+
+@pytest.mark.parametrize(
+    ("limit", "error", "tries"),
+    [
+        (1, died_in_start(), 2),
+        (0, died_in_start(), 1),
+        (-1, ControllerError(ValueError("a bug")), 1),
+        (-1, TrainingFailedError("workers"), 1),
+    ],
+)
+def test_starts_have_a_limit_and_other_errors_are_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, limit: int, error: TrainingFailedError, tries: int
+) -> None:
+    controllers = Controllers(error, error, error)
+    monkeypatch.setattr(train, "_trainer", controllers.next)
+    with pytest.raises(TrainingFailedError):
+        train._fit_until_started(load_config("tiny", [f"cluster.max_failures={limit}"]), "s", False)
+    assert len(controllers.numbers) == tries
