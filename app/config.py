@@ -207,6 +207,8 @@ class FaultsConfig(Section):
     """`[{rank, step, times, how}]`, see `cluster/faults.py`; `how` is kill, raise or stop."""
     witness: str | None = None
     """Local folder in which every rank notes what its state really was, see `cluster/witness.py`."""
+    step_log: str | None = None
+    """Local folder in which rank 0 notes when each step began and ended, see `app/step_log.py`."""
 
 
 class Config(Section):

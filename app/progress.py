@@ -5,18 +5,20 @@ import time
 from typing import Any
 
 from app.config import Config
+from app.step_log import LoggedStep, StepLog
 from layercheck.step_report import StepReport
 
 
 class Meter:
     """Collects the steps since the last report. Seconds are those of this rank."""
 
-    def __init__(self, config: Config, total_steps: int) -> None:
+    def __init__(self, config: Config, total_steps: int, rank: int) -> None:
         self.steps = 0
         """Steps seen in the life of this process."""
         self._every_s = config.report_every_s
         self._tokens_per_step = config.train.global_batch * config.data.seq_len
         self._total_steps = total_steps
+        self._log = StepLog.of(config.faults.step_log, rank)
         self._step_s: list[float] = []
         self._reported = self._began = time.monotonic()
         self._recent: list[StepReport] = []
@@ -28,9 +30,12 @@ class Meter:
 
     def end(self, step: int, loss: float, report: StepReport) -> None:
         """A step has ended, saving included."""
-        self._step_s.append(time.monotonic() - self._began)
+        now = time.monotonic()
+        self._step_s.append(now - self._began)
         self.steps, self._step, self._loss = self.steps + 1, step, loss
         self._recent.append(report)
+        if self._log is not None:
+            self._log.note(LoggedStep(step, self._began, now, report.stall_s, report.bytes_written))
 
     def report_due(self) -> bool:
         """True on the first step and every `report_every_s`; only rank 0's answer counts."""

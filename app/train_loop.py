@@ -179,7 +179,7 @@ def _run_steps(
     drains: Drains | None,
     witness: Witness | None,
 ) -> TrainResult:
-    meter = Meter(job.config, job.total_steps)
+    meter = Meter(job.config, job.total_steps, job.rank)
     state: TrainerState = dict(point.trainer_state)
     for step in range(point.step, job.total_steps + 1):
         meter.begin()
