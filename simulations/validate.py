@@ -157,7 +157,8 @@ def _run(plan: Plan, out: Path) -> int:
 def _validate(arm: Arm, plan: Plan, folder: Path) -> Row:
     say, settings, length = partial(_say, arm.name), (*arm.settings, *plan.settings), plan.length
     with FailingRun(folder / "calibration", CONFIG, settings, arm.begin_step, plan.seed) as run:
-        costs = calibrate(run.time_recoveries(length.steady_steps, length.recoveries, say), arm)
+        seen = run.time_recoveries(length.steady_steps, length.recoveries, arm.steps_between_kills, say)
+    costs = calibrate(seen, arm)
     (folder / "costs.json").write_text(costs.model_dump_json(indent=2) + "\n")
     with FailingRun(folder / "failures", CONFIG, settings, arm.begin_step, plan.seed) as run:
         measured = measure(run.kill_at(plan.times_s, say))

@@ -97,8 +97,17 @@ class FailingRun:
         self._wait_for_life(1)
         return self._seen()
 
-    def time_recoveries(self, steady_steps: int, kills: int, say: Callable[[str], None]) -> Failed:
-        """Lets the run train for `steady_steps` without a failure, then kills it as soon as it is back.
+    def time_recoveries(
+        self, steady_steps: int, kills: int, steps_between: int, say: Callable[[str], None]
+    ) -> Failed:
+        """Lets the run train for `steady_steps` without a failure, then kills it again and again.
+
+        Args:
+            steady_steps: after the beginning of the watch.
+            kills: how many.
+            steps_between: steps that the run makes after a kill before the next one, `SETTLE_STEPS` at least.
+                A run that goes back has to get beyond where it was: LayerCheck ends one that does not (I13).
+            say: told each recovery.
 
         Raises:
             LayerCheckError: as `kill_at`.
@@ -107,7 +116,7 @@ class FailingRun:
         self._wait(lambda: self._newest_step() >= until, f"step {until}", LIMIT_S + 10 * steady_steps)
         for number in range(1, kills + 1):
             self._kill()
-            self._wait_for_life(SETTLE_STEPS)
+            self._wait_for_life(max(SETTLE_STEPS, steps_between))
             say(f"recovery {number}/{kills}: {self._seen().lives[-1][0].begin_s - self._kills_s[-1]:.1f} s")
         return self._seen()
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from app.measure.failing import SETTLE_STEPS
+
 NEVER = 10**9
 """Steps between two commits of a run that has none."""
 CONFIG = "validation"
@@ -24,6 +26,11 @@ class Arm:
     settings: tuple[str, ...]
     interval_steps: int
     begin_step: int
+
+    @property
+    def steps_between_kills(self) -> int:
+        """Steps after which a run is beyond where it was killed, for the calibration."""
+        return 0 if self.interval_steps == NEVER else self.interval_steps + SETTLE_STEPS
 
 
 def arm_of(name: str, interval_steps: int) -> Arm:

@@ -262,7 +262,7 @@ class PretendedRun:
     def __exit__(self, *_):
         pass
 
-    def time_recoveries(self, steady_steps, kills, say):
+    def time_recoveries(self, steady_steps, kills, steps_between, say):
         first_s = steady_steps * 2.5
         return self.kill_at([first_s + 40 * number for number in range(kills)], say)
 
