@@ -15,6 +15,8 @@ from app.bundled import rows
 from cluster.campaign_checks import Judge
 from cluster.head import PrivateHead, start_head
 from cluster.locks import prepare_extensions
+from simulations.replay_policy import compare
+from simulations.trace import read_trace
 from tests.e2e.deaths import COORDINATOR, kill, process_of
 from tests.e2e.runs import (
     committed_versions,
@@ -88,6 +90,12 @@ def test_the_loss_goes_on_where_it_was(killed):
     after = mean(losses[step] for step in range(KILL_STEP + 1, KILL_STEP + 6))
     start = mean(losses[step] for step in range(1, 4))
     assert after < before + 0.2 * (start - before), f"start {start}, before {before}, after {after}"
+
+
+def test_the_replay_decides_as_the_run_did_up_to_the_kill(killed):
+    same = compare(read_trace(str(killed)))
+    assert (same.different, same.first) == (0, "")
+    assert same.steps > 8 + 5, "steps beyond the warm-up, which selects nothing"
 
 
 def test_the_ages_in_the_receipt_equal_what_the_commits_say(killed):

@@ -11,10 +11,11 @@ from layercheck.errors import LayerCheckError
 from tests.fakes import Clock
 
 START_S, STEP_S = 5.0, 1.0
+BETWEEN_WORKERS_S = 1.0
 
 
 class PretendedRun:
-    """Groups of two processes; a new one is there 5 s after a kill, and makes a step a second 5 s later."""
+    """Groups of two processes: there 5 and 6 s after a kill, and a step a second from 10 s on."""
 
     def __init__(self, folder: Path, clock: Clock) -> None:
         self.log, self.clock = folder / "steps", clock
@@ -38,7 +39,7 @@ class PretendedRun:
 
     def kill(self, pid: int, sig: int) -> None:
         assert pid in self.groups[-1], "a group that dies anyway was hit"
-        assert self.clock.now >= self.born_s[-1]
+        assert self.clock.now >= self.born_s[-1] + BETWEEN_WORKERS_S, "a group that is not complete was hit"
         self._train()
         self.signalled.append(pid)
         if self.comes_back:
@@ -46,9 +47,9 @@ class PretendedRun:
 
     def actors(self, name: str) -> list[int]:
         assert name == "RayTrainWorker"
-        there = [self.groups[-2]] if len(self.groups) > 1 else []
-        there += [self.groups[-1]] if self.clock.now >= self.born_s[-1] else []
-        return [pid for group in there for pid in group]
+        dying = list(self.groups[-2]) if len(self.groups) > 1 else []
+        age_s = self.clock.now - self.born_s[-1]
+        return dying + [pid for i, pid in enumerate(self.groups[-1]) if age_s >= i * BETWEEN_WORKERS_S]
 
     def driver_ended(self) -> int | None:
         self._train()
@@ -96,9 +97,9 @@ def test_kills_come_at_their_times_and_wait_for_a_group_that_none_has_hit(
         seen = run.kill_at([20.5, 22.0, 61.0], quiet)
     assert pretended.stopped
     after_s = [kill_s - seen.begin_s for kill_s in seen.kills_s]
-    assert after_s == pytest.approx([20.5, 25.5, 61.0], abs=0.3), "the second waited for its group"
+    assert after_s == pytest.approx([20.5, 26.5, 61.0], abs=0.3), "the second waited for its group"
     assert [pid // 100 for pid in pretended.signalled] == [1, 2, 3]
-    assert [life[0].step for life in seen.lives] == [1, 31, 56]
+    assert [life[0].step for life in seen.lives] == [1, 31, 55]
     assert seen.begin_s == seen.lives[0][9].end_s
 
 

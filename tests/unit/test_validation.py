@@ -137,6 +137,14 @@ def test_the_standard_error_is_that_of_a_ratio_of_sums():
     assert measured.standard_error == pytest.approx((2 * (rest[0] ** 2 + rest[1] ** 2)) ** 0.5 / 100)
 
 
+def test_a_step_that_the_other_rank_still_ended_after_the_kill_is_no_new_life():
+    seen = run_of(EVERY_STEP, (61.0, 116.0))
+    last = seen.lives[0][-1]
+    late = LoggedStep(last.step + 1, last.end_s, seen.kills_s[0] + 0.2)
+    with_late = Failed(((*seen.lives[0], late), *seen.lives[1:]), seen.kills_s, seen.begin_step)
+    assert measure(with_late).kept_steps == measure(seen).kept_steps == (24, 19)
+
+
 def test_a_method_that_commits_nothing_keeps_nothing():
     arm = Arm("none", (), NEVER, 0)
     seen = run_of(arm, (60.0, 100.0))
