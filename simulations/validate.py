@@ -162,7 +162,7 @@ def _validate(arm: Arm, plan: Plan, folder: Path) -> Row:
     (folder / "costs.json").write_text(costs.model_dump_json(indent=2) + "\n")
     with FailingRun(folder / "failures", CONFIG, settings, arm.begin_step, plan.seed) as run:
         measured = measure(run.kill_at(plan.times_s, say))
-    return Row(measured, simulate_kills(costs, arm, measured.kills_s))
+    return Row(measured, simulate_kills(costs, arm, measured.kills_s), costs.t_iter_s)
 
 
 def _say(name: str, text: str) -> None:

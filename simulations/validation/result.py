@@ -8,18 +8,27 @@ from typing import Any
 
 from simulations.validation.figures import Measured, Simulated
 
+_SAME_MACHINE = 0.1
+"""Steps of the two runs may differ by this part; beyond it something else kept the machine busy."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One method."""
+    """One method. `calibrated_t_iter_s`: useful seconds of a step in the run that gave the costs."""
 
     measured: Measured
     simulated: Simulated
+    calibrated_t_iter_s: float
 
     @property
     def difference_points(self) -> float:
         """Simulated less measured ETTR, in points of 100."""
         return 100 * (self.simulated.ettr - self.measured.ettr)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the machine was not as fast in one of the two runs as in the other."""
+        return abs(self.measured.t_iter_s / self.calibrated_t_iter_s - 1) > _SAME_MACHINE
 
     def is_within(self, points: float) -> bool:
         """Whether they differ by no more than so many points."""
@@ -30,6 +39,8 @@ class Row:
         return {
             "measured": asdict(self.measured),
             "simulated": asdict(self.simulated),
+            "calibrated_t_iter_s": self.calibrated_t_iter_s,
+            "disturbed": self.is_disturbed,
             "difference_points": self.difference_points,
         }
 
@@ -60,6 +71,12 @@ def describe(rows: Mapping[str, Row]) -> str:
     lines += [
         "",
         "ETTR in % +- its standard error: of the cycles measured, of the recoveries that the costs come from",
+    ]
+    lines += [
+        f"{name}: a step took {row.calibrated_t_iter_s:.3f} s in the run of the costs and "
+        f"{row.measured.t_iter_s:.3f} s in the run with failures: the machine was busy, run this again"
+        for name, row in rows.items()
+        if row.is_disturbed
     ]
     return "\n".join(lines)
 

@@ -287,12 +287,15 @@ class SlowToRecover(PretendedRun):
 
 def test_the_table_says_ratio_error_and_difference(tmp_path):
     measured = figures.Measured(0.7, 0.02, 2.0, (60.0, 120.0), (20, 22))
-    row = Row(measured, figures.Simulated(0.725, 0.01))
+    row = Row(measured, figures.Simulated(0.725, 0.01), calibrated_t_iter_s=1.9)
     assert row.is_within(3.0)
     assert not row.is_within(2.0)
     said = describe({"layercheck": row})
     assert "70.00 +- 2.00" in said
     assert "+2.50" in said
+    assert "run this again" not in said
+    slowed = Row(measured, figures.Simulated(0.725, 0.01), calibrated_t_iter_s=1.7)
+    assert "layercheck: a step took 1.700 s" in describe({"layercheck": slowed})
     write_json(tmp_path / "v.json", validate.QUICK, (60.0,), 3, {"layercheck": row})
     content = json.loads((tmp_path / "v.json").read_text())
     assert (content["mtbf_s"], content["seed"]) == (60, 3)
