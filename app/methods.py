@@ -89,4 +89,26 @@ def _deepspeed(config: Config, zero3: Zero3Engine, storage: Storage) -> Baseline
     return DeepSpeedCheckpoints(zero3, committer_of(config, zero3, storage), every)
 
 
-_MAKERS: dict[str, Callable[[Config, Zero3Engine, Storage], Baseline]] = {"deepspeed": _deepspeed}
+def _dcp_async(config: Config, zero3: Zero3Engine, storage: Storage) -> Baseline:
+    from app.baselines.dcp_async import DcpAsync
+
+    every, wait_s = (
+        config.checkpoint.baseline.dcp_async.interval_steps,
+        config.checkpoint.settings.storage_wait_s,
+    )
+    return DcpAsync(zero3, committer_of(config, zero3, storage), own_group(wait_s), every, wait_s)
+
+
+def _checkfreq(config: Config, zero3: Zero3Engine, storage: Storage) -> Baseline:
+    from app.baselines.checkfreq import CheckFreq
+
+    checkpoint = config.checkpoint
+    committer = committer_of(config, zero3, storage)
+    return CheckFreq(zero3, committer, checkpoint.baseline.checkfreq, checkpoint.settings.storage_wait_s)
+
+
+_MAKERS: dict[str, Callable[[Config, Zero3Engine, Storage], Baseline]] = {
+    "deepspeed": _deepspeed,
+    "dcp_async": _dcp_async,
+    "checkfreq": _checkfreq,
+}

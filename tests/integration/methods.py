@@ -27,9 +27,8 @@ def open_method(engine: Any, folder: str, make: Make, store: Any = None, keep: i
     return BaselineSession(make(zero3, committer), zero3, place)
 
 
-def live_state(session: BaselineSession) -> dict[str, Any]:
+def state_of(zero3: Zero3Engine) -> dict[str, Any]:
     """Every tensor of this rank and the Adam steps, copied."""
-    zero3 = session._zero3
     state: dict[str, Any] = {}
     for part in (part for parts in zero3.slices.values() for part in parts):
         for key, tensor in zero3.tensors(part).items():
@@ -62,7 +61,7 @@ def train(
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
     session.save_now({"loss": losses.get(steps)})
-    state = live_state(session)
+    state = state_of(session._zero3)
     session.close()
     return {
         "first": point.step,
