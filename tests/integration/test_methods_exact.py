@@ -1,6 +1,6 @@
-"""Full-state methods: a killed run ends bit for bit in the state of the run that nothing disturbed."""
+"""Full-state methods: whatever breaks, the end is bit for bit that of the run that nothing disturbed."""
 
-from functools import partial
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from layercheck.zero3 import Zero3Engine
 from tests import micro
 from tests.fakes import flip_bit
 from tests.harness import run_ranks
-from tests.integration.methods import train
+from tests.integration.methods import open_method, state_of, train
 
-STEPS, KILL_AT, EVERY = 9, 8, 3
+STEPS, LOST_AT, EVERY = 9, 8, 3
 
 
 def deepspeed(zero3: Any, committer: Any) -> Any:
@@ -33,55 +33,121 @@ def dcp_async(zero3: Any, committer: Any) -> Any:
 def checkfreq(zero3: Any, committer: Any) -> Any:
     from app.baselines.checkfreq import CheckFreq
 
-    settings = CheckFreqSettings(mode="manual", interval_steps=EVERY)
-    return CheckFreq(zero3, committer, settings, 60)
+    return CheckFreq(zero3, committer, CheckFreqSettings(mode="manual", interval_steps=EVERY), 60)
 
 
-METHODS = (deepspeed, dcp_async, checkfreq)
+METHODS = {made.__name__: made for made in (deepspeed, dcp_async, checkfreq)}
 
 
-def _undisturbed(steps: int) -> dict[str, Any]:
-    """The same training with no session at all."""
-    from tests.integration.methods import state_of
+def _abandoned(folder: str, make: Any) -> list[Any]:
+    """Trains to LOST_AT and leaves everything as it is; the live state is spoilt after each staging."""
+    engine = micro.build()
+    session = open_method(engine, folder, make)
+    session.resume()
+    reports = []
+    for step in range(1, LOST_AT + 1):
+        loss = micro.train_step(engine, step)
+        reports.append(session.after_step(step, {"loss": loss}))
+    # Of step 6, whenever its bytes reach the disk: whatever is live now must not be among them.
+    for sub_group in session._zero3.sub_groups:
+        sub_group.flat.fill_(np.nan)
+    background = getattr(session.method, "_background", None)
+    if background is not None:
+        background.wait()
+    return reports
+
+
+def _resumed(folder: str, make: Any, rot: bool) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    if rot and dist.get_rank() == 0:
+        newest = sorted(Path(folder).glob("m/step-*"))[-1]
+        victim = max(
+            (each for each in newest.rglob("*") if each.is_file()), key=lambda each: each.stat().st_size
+        )
+        flip_bit(victim, 4 * victim.stat().st_size)
+    dist.barrier()
+    return train(folder, make, STEPS, seed=5)
+
+
+def _lives(folder: str) -> dict[str, Any]:
+    """On each rank: the run without a session, then each method abandoned, resumed, and resumed past rot."""
+    import torch.distributed as dist
 
     engine = micro.build()
-    losses = {step: micro.train_step(engine, step) for step in range(1, steps + 1)}
-    return {"losses": losses, "state": state_of(Zero3Engine(engine))}
+    losses = {step: micro.train_step(engine, step) for step in range(1, STEPS + 1)}
+    found: dict[str, Any] = {"none": {"losses": losses, "state": state_of(Zero3Engine(engine))}}
+    for name, make in METHODS.items():
+        place = f"{folder}/{name}"
+        reports = _abandoned(place, make)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.copytree(place, f"{place}-rot")
+        dist.barrier()
+        found[name] = {
+            "reports": reports,
+            "resumed": _resumed(place, make, rot=False),
+            "past_rot": _resumed(f"{place}-rot", make, rot=True),
+        }
+    return found
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_ranks(2, tmp_path_factory.mktemp("whole"), _undisturbed, STEPS)
+def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    tmp = tmp_path_factory.mktemp("lives")
+    return tmp, run_ranks(2, tmp, _lives, str(tmp))
 
 
-def _assert_same_end(undisturbed: list[Any], resumed: list[Any], first: int) -> None:
-    for before, after in zip(undisturbed, resumed, strict=True):
-        assert after["first"] == first
-        assert after["losses"] == {step: before["losses"][step] for step in range(first, STEPS + 1)}
-        assert before["state"].keys() == after["state"].keys()
-        for name, value in before["state"].items():
-            np.testing.assert_equal(after["state"][name], value, err_msg=name)
-
-
-@pytest.mark.parametrize("make", METHODS)
-def test_a_killed_run_ends_in_the_state_of_an_undisturbed_one(
-    make: Any, undisturbed: list[Any], tmp_path: Path
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("life", "first"), [("resumed", 7), ("past_rot", 4)])
+def test_a_lost_run_ends_in_the_state_of_an_undisturbed_one(
+    lives: tuple[Path, list[Any]], name: str, life: str, first: int
 ) -> None:
-    folder = tmp_path / "run"
-    killed = run_ranks(2, tmp_path, partial(train, kill_at=KILL_AT), str(folder), make, STEPS)
-    assert killed == [None, None]
-    # The newest commit may still have been on its way: its folder has no record then, or a record to go to.
-    committed = sorted(folder.glob("m/step-*/commit.json"))
-    newest = int(committed[-1].parent.name[5:])
-    assert newest in (3, 6)
-    resumed = run_ranks(2, tmp_path, partial(train, seed=5), str(folder), make, STEPS)
-    _assert_same_end(undisturbed, resumed, newest + 1)
-    receipt = resumed[0]["receipt"]
-    assert (receipt["resume_step"], receipt["max_age"]) == (newest + 1, 0)
-    # Bit rot in the newest commit costs the older one, and one warning; the end is the same again.
-    (kept, last) = sorted(folder.glob("m/step-*"))
-    assert last.name == f"step-{STEPS:08d}"
-    victim = max((path for path in last.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    flip_bit(victim, 8 * (victim.stat().st_size // 2))
-    again = run_ranks(2, tmp_path, partial(train, seed=6), str(folder), make, STEPS)
-    _assert_same_end(undisturbed, again, int(kept.name[5:]) + 1)
+    for rank in lives[1]:
+        whole, after = rank["none"], rank[name][life]
+        assert after["first"] == first
+        assert after["losses"] == {step: whole["losses"][step] for step in range(first, STEPS + 1)}
+        assert whole["state"].keys() == after["state"].keys()
+        for key, value in whole["state"].items():
+            np.testing.assert_equal(after["state"][key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_books_say_what_was_saved_and_what_came_back(lives: tuple[Path, list[Any]], name: str) -> None:
+    folder, ranks = lives
+    resumed = ranks[0][name]["resumed"]
+    costs, receipt = resumed["costs"], resumed["receipt"]
+    assert (receipt["t_fail"], receipt["resume_step"], receipt["max_age"]) == (6, 7, 0)
+    assert costs["events"] == 1, "the last step; step 9 was saved once"
+    assert costs["replay_s"] >= 0
+    numel = sum(
+        value.size for rank in ranks for key, value in rank["none"]["state"].items() if key.endswith("fp32")
+    )
+    assert 12 * numel <= costs["bytes"] <= 12 * numel + 400_000
+    assert costs["bytes"] == costs["mean_event_bytes"]
+    kept = sorted(path.parent.name for path in (folder / name).glob("m/step-*/commit.json"))
+    assert kept == ["step-00000006", "step-00000009"], "two commits stay"
+
+
+def test_a_store_of_torn_commits_alone_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
+    (message,) = run_ranks(1, tmp_path, _all_torn, str(tmp_path / "run"))
+    assert "every commit (steps [4, 2]) is damaged" in message
+
+
+def _all_torn(folder: str) -> str:
+    from layercheck.errors import NoPlanError
+
+    train(folder, checkfreq_every_2, 4)
+    for path in Path(folder).glob("m/step-*/rank-00000.safetensors"):
+        flip_bit(path, 4 * path.stat().st_size)
+    try:
+        train(folder, checkfreq_every_2, 4)
+    except NoPlanError as error:
+        return str(error)
+    return ""
+
+
+def checkfreq_every_2(zero3: Any, committer: Any) -> Any:
+    from app.baselines.checkfreq import CheckFreq
+
+    return CheckFreq(zero3, committer, CheckFreqSettings(mode="manual", interval_steps=2), 60)
