@@ -5,18 +5,14 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from app.baselines.settings import WRITE_LOCAL_FILES, BaselineSettings, Method
+from app.section import Section
 from layercheck.config import LayerCheckConfig, describe
 from layercheck.errors import ConfigError
 
 CONFIGS = Path(__file__).parent / "configs"
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
 
 class RunConfig(Section):
@@ -112,7 +108,7 @@ class TrainConfig(Section):
     dtype: Literal["bf16", "fp32"] = "bf16"
     groups: Literal["layer", "stock"] = "layer"
     """Optimizer groups: one pair per layer, or one pair in all as without LayerCheck."""
-    deepspeed: dict[str, Any] = {}
+    deepspeed: dict[str, Any] = Field(default_factory=dict)
     """More DeepSpeed keys (`zero_optimization: {sub_group_size: ...}`), laid over those of the app."""
 
     @model_validator(mode="after")
@@ -152,10 +148,13 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """How the run is protected. `method: none` runs the same loop with no session."""
+    """How the run is protected: by LayerCheck, by one of the methods it is compared with, or not (`none`)."""
 
-    method: Literal["layercheck", "none"] = "layercheck"
+    method: Method = "layercheck"
     settings: LayerCheckConfig = LayerCheckConfig()
+    """LayerCheck's. Of these the other methods heed `storage_wait_s`, `hang_s` and `metrics_flush_s`."""
+    baseline: BaselineSettings = BaselineSettings()
+    """Those of the other methods."""
 
 
 class ClusterConfig(Section):
@@ -229,10 +228,21 @@ class Config(Section):
         # Not only the sizes that are wanted: Ray may start any number between them, in the middle of a run.
         for workers in range(self.cluster.fewest_workers, self.cluster.workers + 1):
             self.train.accumulation(workers)
-        if self.train.groups == "stock" and self.checkpoint.method == "layercheck":
+        method = self.checkpoint.method
+        if self.train.groups == "stock" and method != "none":
             raise ValueError(
-                "train.groups='stock' mixes layers, which checkpoint.method='layercheck' cannot save apart: "
+                f"train.groups='stock' mixes layers, which checkpoint.method={method!r} cannot tell apart: "
                 "use train.groups=layer, or checkpoint.method=none"
+            )
+        if self.cluster.fewest_workers != self.cluster.workers and method not in ("layercheck", "none"):
+            raise ValueError(
+                f"cluster.min_workers={self.cluster.min_workers}: what checkpoint.method={method!r} saves is "
+                "read by as many workers as wrote it; use min_workers=null, or checkpoint.method=layercheck"
+            )
+        if method in WRITE_LOCAL_FILES and "://" in self.run.storage_root:
+            raise ValueError(
+                f"run.storage={self.run.storage!r}: checkpoint.method={method!r} writes plain files, give it "
+                "a local folder"
             )
         for kill in self.faults.kill:
             rank = kill.get("rank", 0)

@@ -30,5 +30,10 @@ class FailureNotes(UserCallback):
 
 def count_failures(files: RunFiles, submission: str) -> int:
     """How often a worker group of this submission failed."""
+    return len(failure_times_s(files, submission))
+
+
+def failure_times_s(files: RunFiles, submission: str) -> list[float]:
+    """When, in seconds since the epoch by the clock of the controller's machine."""
     notes = [json.loads(files.read(path)) for path in files.paths(FOLDER) if path.endswith(".json")]
-    return sum(note["submission"] == submission for note in notes)
+    return sorted(note["time_s"] for note in notes if note["submission"] == submission)

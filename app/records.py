@@ -12,12 +12,13 @@ import pyarrow.parquet as pq
 from app.runfiles import RunFiles
 from layercheck.manifest import EventId
 
-_ATTEMPTS = "layercheck/attempts"
-
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One life of the worker group. `reached` is its last journaled step, `ended` None if it was cut off."""
+    """One life of the worker group. `reached` is its last journaled step, `ended` None if it was cut off.
+
+    `costs` are what a baseline says of itself at its end.
+    """
 
     number: int
     submission: str
@@ -26,6 +27,7 @@ class Attempt:
     reached: int
     ended: str | None
     receipt: dict[str, Any] | None
+    costs: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +51,16 @@ class Write:
     nbytes: int
 
 
-def read_attempts(files: RunFiles) -> list[Attempt]:
-    """All attempts whose record can be read, in order."""
-    numbers = [re.fullmatch(rf"{_ATTEMPTS}/a(\d+)\.json", path) for path in files.paths(_ATTEMPTS)]
-    found = [_attempt(files, int(match[1])) for match in numbers if match]
+def read_attempts(files: RunFiles, method: str = "layercheck") -> list[Attempt]:
+    """All attempts whose record can be read, in order. Every method's folder has them in the same form."""
+    folder = f"{method}/attempts"
+    numbers = [re.fullmatch(rf"{folder}/a(\d+)\.json", path) for path in files.paths(folder)]
+    found = [_attempt(files, folder, int(match[1])) for match in numbers if match]
     return sorted((attempt for attempt in found if attempt), key=lambda attempt: attempt.number)
 
 
-def _attempt(files: RunFiles, number: int) -> Attempt | None:
-    name = f"{_ATTEMPTS}/a{number:03d}"
+def _attempt(files: RunFiles, folder: str, number: int) -> Attempt | None:
+    name = f"{folder}/a{number:03d}"
     record = _json(files, f"{name}.json")
     if record is None:
         return None
@@ -70,6 +73,7 @@ def _attempt(files: RunFiles, number: int) -> Attempt | None:
         reached=max(record["r_b"], progress.get("step", 0)),
         ended=progress.get("ended"),
         receipt=_json(files, f"{name}.receipt.json"),
+        costs=progress.get("costs", {}),
     )
 
 

@@ -7,17 +7,19 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from app.baselines.commits import read_tallies
 from app.config import Config
 from app.failure_notes import count_failures
 from app.records import Attempt, StepRow, Write, read_attempts, read_steps, read_writes
 from app.runfiles import RunFiles
 from app.train_result import TrainResult
 from layercheck.manifest import ENDED_WELL
+from layercheck.persistence.storage import open_run_folder
 from layercheck.redact import without_secrets
 
 _RECEIPT_KEYS = (
     "attempt", "mode", "t_fail", "t_fail_source", "resume_step", "max_age", "weighted_age", "lost_steps",
-    "detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s",
+    "detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "replay_s", "first_step_s",
 )  # fmt: skip
 
 
@@ -41,11 +43,13 @@ def write_summary(config: Config, observed: Observed) -> dict[str, Any]:
         before: dict[str, Any] = json.loads(files.read("summary.json"))
         if before["status"] == "completed":
             return before
-    attempts, steps, writes = read_attempts(files), read_steps(files), read_writes(files)
+    method = config.checkpoint.method
+    attempts, steps = read_attempts(files, method), read_steps(files)
     resumed = [_resumed(attempt.receipt) for attempt in attempts if attempt.receipt]
     failed_groups = count_failures(files, observed.submission)
     summary = {
         "run": config.run.name,
+        "method": method,
         "status": observed.result.status,
         "config": without_secrets(config.resolved(), os.environ),
         "world_size": attempts[-1].world_size if attempts else config.cluster.workers,
@@ -54,8 +58,9 @@ def write_summary(config: Config, observed: Observed) -> dict[str, Any]:
         "failures": _failures(attempts, observed) if attempts else failed_groups,
         "injected": observed.injected,
         "resumed": resumed,
-        **_writes(writes),
+        **(_writes(read_writes(files)) if method == "layercheck" else _tallied(config)),
         **_seconds(observed, attempts, steps),
+        "method_costs": attempts[-1].costs if attempts else {},
     }
     files.write("summary.json", json.dumps(summary, indent=2).encode())
     return summary
@@ -86,6 +91,18 @@ def _writes(writes: list[Write]) -> dict[str, Any]:
         "events": len({write.event for write in writes}),
         "layer_writes": len(writes),
         "layer_writes_by_reason": dict(Counter(write.reason for write in writes)),
+    }
+
+
+def _tallied(config: Config) -> dict[str, Any]:
+    """The same of a baseline, from the newest commit that it left: each one counts on from the one before."""
+    storage = open_run_folder(config.run.storage_root, config.run.name)
+    tallies = read_tallies(storage, config.checkpoint.method)
+    return {
+        "bytes_written": sum(tally.nbytes for tally in tallies.values()),
+        "events": sum(tally.events for tally in tallies.values()),
+        "layer_writes": sum(tally.layer_writes for tally in tallies.values()),
+        "layer_writes_by_reason": {kind: tally.layer_writes for kind, tally in tallies.items()},
     }
 
 
@@ -121,7 +138,7 @@ def describe_resumed(resumed: dict[str, Any]) -> str:
     """One recovery for a person."""
     seconds = ", ".join(
         f"{key.removesuffix('_s')} {resumed[key]:.2f} s"
-        for key in ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s")
+        for key in ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "replay_s", "first_step_s")
         if resumed[key] is not None
     )
     return (

@@ -4,23 +4,19 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import layercheck
-from app.baselines.none import NoSession
+from app.baselines.protocol import MethodSession
 from app.config import Config
 from app.data import from_rank_0, open_dataset
+from app.methods import open_session, will_recover
 from app.model import build_engine, build_model, init_distributed, set_lr
 from app.order import Order
 from app.progress import Meter
 from app.schedule import lr_at
 from app.step import Job, mean_over_ranks, one_step
 from app.train_result import TrainResult
-from layercheck.coordination import journal
-from layercheck.coordination.plan import is_fresh
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import FencedError, NoPlanError
 from layercheck.manifest import ResumePoint, TrainerState
-from layercheck.model_facts import tokenizer_files
-from layercheck.persistence.storage import open_storage
 
 log = logging.getLogger("app")
 Reporter = Callable[[dict[str, Any]], None]
@@ -121,42 +117,18 @@ def _set_up(
     coordinator: CoordinatorClient | None,
     submission: str | None,
     takeover: bool,
-) -> tuple[Job, Any]:
+) -> tuple[Job, MethodSession]:
     dataset = open_dataset(config, rank)
     if rank == 0:
         log.info("data: %d sequences of %d tokens; %s", len(dataset), dataset.seq_len, dataset.counts)
-    recovers = from_rank_0(lambda: _will_recover(config), rank, config.data.wait_s)
+    recovers = from_rank_0(lambda: will_recover(config), rank, config.data.wait_s)
     model = build_model(config, dataset.tokenizer, world_size, for_recovery=recovers)
     engine = build_engine(model, config, world_size)
     order = Order(len(dataset), config.train.global_batch, config.run.seed)
     job = Job(
         config, rank, world_size, dataset, order, engine, config.train.total_steps(len(dataset)), recovers
     )
-    return job, _session(job, coordinator, submission, takeover)
-
-
-def _session(job: Job, coordinator: CoordinatorClient | None, submission: str | None, takeover: bool) -> Any:
-    config = job.config
-    if config.checkpoint.method == "none":
-        return NoSession()
-    return layercheck.attach(
-        job.engine,
-        storage=config.run.storage_root,
-        run=config.run.name,
-        config=config.checkpoint.settings,
-        coordinator=coordinator,
-        submission=submission,
-        takeover=takeover,
-        run_info={"config": config.resolved(), "tokenizer_files": tokenizer_files(job.dataset.tokenizer)},
-    )
-
-
-def _will_recover(config: Config) -> bool:
-    """True if the store holds anything to recover: then a session recovers it or refuses, nothing else."""
-    if config.checkpoint.method == "none":
-        return False
-    storage = open_storage(config.run.storage_root, config.run.name)
-    return journal.read_run(storage) is not None and not is_fresh(journal.load_facts(storage))
+    return job, open_session(job, coordinator, submission, takeover)
 
 
 def _check_weights_are_there(job: Job, point: ResumePoint) -> None:
@@ -172,7 +144,7 @@ def _check_weights_are_there(job: Job, point: ResumePoint) -> None:
 
 def _run_steps(
     job: Job,
-    session: Any,
+    session: MethodSession,
     point: ResumePoint,
     reporter: Reporter | None,
     faults: Faults | None,
@@ -207,7 +179,7 @@ def _run_steps(
     return TrainResult("completed", job.total_steps, state.get("loss"), meter.steps, meter.median_step_s())
 
 
-def _heed(drains: Drains, session: Any, ask: bool, meter: Meter) -> None:
+def _heed(drains: Drains, session: MethodSession, ask: bool, meter: Meter) -> None:
     """Nearly every step ends at `announced`: a median over all steps so far is not for each of them."""
     if ask:
         drains.ask()

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "simulations": {"simulations", "layercheck", "app"},
 }
 PURE = {
+    "app.baselines.checkfreq_tuning",
     "layercheck.config",
     "layercheck.end_signals",
     "layercheck.errors",

@@ -1,11 +1,11 @@
-"""No protection: the same loop with an object that saves nothing."""
+"""No protection: the same loop with an object that saves nothing; a `MethodSession`."""
 
 from layercheck.manifest import ResumePoint, TrainerState
 from layercheck.step_report import StepReport
 
 
 class NoSession:
-    """The calls of a LayerCheck session, none of which does anything."""
+    """Every call of a session, none of which does anything: a run that fails begins again at step 1."""
 
     def resume(self) -> ResumePoint:
         """Always a fresh run."""

@@ -8,7 +8,7 @@ header, since a wrong offset or Adam step is as bad as a wrong weight (I6).
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -212,15 +212,23 @@ def read_header(storage: Storage, path: str) -> ShardHeader:
     size = storage.size(path)
     if size is None:
         raise DamagedShardError(f"{path} is missing", path=path)
-    length = int.from_bytes(storage.read(path, 0, _LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else -1
+    return header_of(path, size, lambda begin, end: storage.read(path, begin, end))
+
+
+def header_of(name: str, size: int, read: Callable[[int, int], bytes]) -> ShardHeader:
+    """The same for `size` bytes that lie anywhere: `read(begin, end)` gives some of them.
+
+    Raises:
+        DamagedShardError: as `read_header`; names them by `name`.
+    """
+    length = int.from_bytes(read(0, _LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else -1
     if not 0 < length <= min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-        raise DamagedShardError(f"{path}: header length {length} in a file of {size} bytes", path=path)
+        raise DamagedShardError(f"{name}: header length {length} in a file of {size} bytes", path=name)
     start = _LENGTH_BYTES + length
     try:
-        raw = json.loads(storage.read(path, _LENGTH_BYTES, start))
-        return _parse(raw, start, size)
+        return _parse(json.loads(read(_LENGTH_BYTES, start)), start, size)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ValidationError) as error:
-        raise DamagedShardError(f"{path}: damaged header: {error}", path=path) from error
+        raise DamagedShardError(f"{name}: damaged header: {error}", path=name) from error
 
 
 def _parse(raw: dict[str, Any], start: int, size: int) -> ShardHeader:

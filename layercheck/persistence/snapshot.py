@@ -204,7 +204,7 @@ class SnapshotTaker:
             StorageError: no staging memory became free in time; the event is then lost, training may go on.
         """
         parts = [part for write in decision.writes for part in self._zero3.slices[write.layer]]
-        shard, sources = self._layout(event, parts, rng)
+        shard, sources = lay_out(self._zero3, event, parts, rng)
         data_bytes = shard.total - len(shard.header)
         stream = BlockStream(self._pool, streaming=data_bytes > self._pool.capacity_bytes)
         snapshot = Snapshot(event, decision.writes, trainer_state, shard, stream)
@@ -217,39 +217,6 @@ class SnapshotTaker:
         finally:
             stream.finish(complete)
         return snapshot
-
-    def _layout(
-        self, event: EventId, parts: list[ParamSlice], rng: RngState | None
-    ) -> tuple[ShardLayout, list[Tensor]]:
-        tensors: list[ShardTensor] = []
-        slices: list[SliceMeta] = []
-        sources: list[Tensor] = []
-        for part in parts:
-            name = part.spec.name
-            slices.append(
-                SliceMeta(
-                    parameter=name,
-                    layer=part.layer,
-                    step=event.step,
-                    shape=part.spec.shape,
-                    offset=part.offset,
-                    numel=part.numel,
-                    state={k: StateScalar(**v) for k, v in self._zero3.scalars(part).items()},
-                )
-            )
-            for state, tensor in self._zero3.tensors(part).items():
-                dtype = _DTYPES[tensor.dtype]
-                tensors.append(ShardTensor(name, state, part.layer, dtype, part.numel))
-                sources.append(tensor)
-        about = ShardAbout(
-            step=event.step,
-            attempt=event.attempt,
-            part=event.part,
-            rank=self._zero3.rank,
-            world_size=self._zero3.world_size,
-            rng=rng,
-        )
-        return layout(tensors, slices, about), sources
 
     def _fill(self, stream: BlockStream, sources: list[Tensor], wait_s: float) -> None:
         block, used = self._pool.take(wait_s), 0
@@ -264,3 +231,37 @@ class SnapshotTaker:
                 self._copier.copy(block.tensor[used : used + count], raw[done : done + count])
                 used, done = used + count, done + count
         stream.append(block, used, self._copier.mark())
+
+
+def lay_out(
+    zero3: Zero3Engine, event: EventId, parts: list[ParamSlice], rng: RngState | None = None
+) -> tuple[ShardLayout, list[Tensor]]:
+    """The file of these slices as they are now, and the live tensors that fill it, in the file's order."""
+    tensors: list[ShardTensor] = []
+    slices: list[SliceMeta] = []
+    sources: list[Tensor] = []
+    for part in parts:
+        name = part.spec.name
+        slices.append(
+            SliceMeta(
+                parameter=name,
+                layer=part.layer,
+                step=event.step,
+                shape=part.spec.shape,
+                offset=part.offset,
+                numel=part.numel,
+                state={k: StateScalar(**v) for k, v in zero3.scalars(part).items()},
+            )
+        )
+        for state, tensor in zero3.tensors(part).items():
+            tensors.append(ShardTensor(name, state, part.layer, _DTYPES[tensor.dtype], part.numel))
+            sources.append(tensor)
+    about = ShardAbout(
+        step=event.step,
+        attempt=event.attempt,
+        part=event.part,
+        rank=zero3.rank,
+        world_size=zero3.world_size,
+        rng=rng,
+    )
+    return layout(tensors, slices, about), sources

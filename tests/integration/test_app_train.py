@@ -124,7 +124,7 @@ def _recorded(storage: str, *arguments: int) -> dict[str, Any]:
         seeds.append(key)
         seed_everything(*key)
 
-    train_loop._session, Dataset.batch, step_module.seed_everything = session, batch, seed  # type: ignore[assignment]
+    train_loop.open_session, Dataset.batch, step_module.seed_everything = session, batch, seed  # type: ignore[assignment]
     result = _train(storage)
     return {
         "result": result,

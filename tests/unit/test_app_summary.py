@@ -18,11 +18,11 @@ from layercheck.errors import StorageError
 KEYS = {
     *("run", "status", "config", "world_size", "steps", "final_loss", "attempts", "failures", "injected"),
     *("resumed", "bytes_written", "events", "layer_writes", "layer_writes_by_reason", "stall_s", "train_s"),
-    *("wall_s", "ettr"),
+    *("wall_s", "ettr", "method", "method_costs"),
 }
 RESUMED_KEYS = {
     *("attempt", "mode", "t_fail", "t_fail_source", "resume_step", "max_age", "weighted_age", "lost_steps"),
-    *("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s", "ages"),
+    *("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "replay_s", "first_step_s", "ages"),
 }
 RECEIPT = {
     "attempt": 2,
