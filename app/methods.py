@@ -107,8 +107,17 @@ def _checkfreq(config: Config, zero3: Zero3Engine, storage: Storage) -> Baseline
     return CheckFreq(zero3, committer, checkpoint.baseline.checkfreq, checkpoint.settings.storage_wait_s)
 
 
+def _lowdiff(config: Config, zero3: Zero3Engine, storage: Storage) -> Baseline:
+    from app.baselines.lowdiff.method import LowDiff
+
+    committer = committer_of(config, zero3, storage)
+    wait_s = config.checkpoint.settings.storage_wait_s
+    return LowDiff(zero3, committer, config.checkpoint.baseline.lowdiff, wait_s)
+
+
 _MAKERS: dict[str, Callable[[Config, Zero3Engine, Storage], Baseline]] = {
     "deepspeed": _deepspeed,
     "dcp_async": _dcp_async,
     "checkfreq": _checkfreq,
+    "lowdiff": _lowdiff,
 }

@@ -27,12 +27,13 @@ def build(
     train: tuple[str, ...] = ("",),
     hidden: int = 36,
     zero: dict[str, Any] | None = None,
+    dtype: str = "bf16",
 ) -> Any:
     """A DeepSpeed engine of a 3-block model.
 
     `groups` are `layer`, `stock` (matrices, vectors) or `one`. `freeze` are name parts of parameters that do
     not train, `train` of those that may. With `hidden` 30 parameters have padding at 3 and 4 ranks. `zero`
-    are further settings of DeepSpeed's `zero_optimization`.
+    are further settings of DeepSpeed's `zero_optimization`; `dtype` is bf16 or fp32.
     """
     world = torch.distributed.get_world_size()
     settings = {
@@ -44,7 +45,7 @@ def build(
             "stage3_param_persistence_threshold": persistence,
             **(zero or {}),
         },
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": dtype == "bf16"},
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
     }

@@ -22,6 +22,8 @@ MAY_IMPORT = {
 }
 PURE = {
     "app.baselines.checkfreq_tuning",
+    "app.baselines.lowdiff.batch_file",
+    "app.baselines.lowdiff.tuning",
     "layercheck.config",
     "layercheck.end_signals",
     "layercheck.errors",

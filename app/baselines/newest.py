@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -61,7 +62,7 @@ def newest_whole(
         begun = time.monotonic()
         if commit is not None:
             _check_world(commit, world_size, store.method)
-            content = _read_on_all_ranks(commit, device, read)
+            content = read_on_all_ranks(partial(read, commit), device)
             if content is not None:
                 return Newest(commit, content[0], passed_over, begun - started, time.monotonic() - begun)
         passed_over += (step,)
@@ -96,13 +97,17 @@ def _check_world(commit: Commit, world_size: int, method: str) -> None:
         )
 
 
-def _read_on_all_ranks(commit: Commit, device: torch.device, read: Callable[[Commit], T]) -> tuple[T] | None:
-    """This rank's content, None if it is torn on any rank. A rank that left alone would hang the others."""
+def read_on_all_ranks(read: Callable[[], T], device: torch.device) -> tuple[T] | None:
+    """What `read` gives on this rank, None if it found damage on any rank. A collective.
+
+    Raises:
+        StorageError: on every rank, if the storage does not answer one: alone it would hang the others.
+    """
     refused: StorageError | None = None
     content: tuple[T] | None = None
     torn: StorageError | None = None
     try:
-        content = (read(commit),)
+        content = (read(),)
     except StorageError as error:
         if is_damage(error):
             torn = error

@@ -66,12 +66,14 @@ class StepCost:
     """What a method did and cost since it was last asked.
 
     Attributes:
+        stall_s: seconds for which training waited outside of `after_step` and `before_update`.
         nbytes: bytes that became durable in the storage, all ranks.
         events: commits that became durable; `layer_writes` the layers in them.
         protected_step: newest step that a failure now would come back to; 0 for none.
         alerts: what a person should know.
     """
 
+    stall_s: float = 0.0
     nbytes: int = 0
     events: int = 0
     layer_writes: int = 0

@@ -108,10 +108,11 @@ class BaselineSession:
         started = time.monotonic()
         with self.watchdog.phase(f"saving by {self._place.method}", self._place.wait_s):
             self.method.after_step(step, state)
-        stall_s, self._waited_s = self._waited_s + time.monotonic() - started, 0.0
+        waited_s, self._waited_s = self._waited_s + time.monotonic() - started, 0.0
         self.watchdog.beat(step)
         self._step = step
         cost = self._take()
+        stall_s = waited_s + cost.stall_s
         self._saved["stall_s"] += stall_s
         report = StepReport(
             step=step,
@@ -162,9 +163,9 @@ class BaselineSession:
 
     def close(self, how: str = "completed") -> None:
         """Waits for what is being saved, unless the group has ended in an error; safe to call twice."""
-        self._leave()
         self.watchdog.close()
         self.method.close(wait=how == "completed")
+        self._leave()  # last: what the method had replaced on top of it goes first
         self._take()
         book, self._book = self._book, None
         if book is not None:

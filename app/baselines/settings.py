@@ -1,12 +1,12 @@
 """The settings of the methods that LayerCheck is compared with, one section each."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from app.section import Section
 
-Method = Literal["layercheck", "none", "deepspeed", "dcp_async", "checkfreq"]
+Method = Literal["layercheck", "none", "deepspeed", "dcp_async", "checkfreq", "lowdiff"]
 """How a run is protected."""
 
 WRITE_LOCAL_FILES = ("deepspeed", "dcp_async")
@@ -35,6 +35,36 @@ class CheckFreqSettings(Section):
     """Watch the overhead to the end of the run, not only until it is within its budget once."""
 
 
+class LowDiffSettings(Section):
+    """LowDiff, see `lowdiff/method.py`. `auto` is the paper's optimum, measured in the first steps."""
+
+    mode: Literal["topk", "dense"] = "dense"
+    """`topk`: training consumes the largest elements of each gradient alone, as published; `dense`: all of
+    it, in 16 bits."""
+    rho: float = Field(0.01, gt=0, le=1)
+    """Share of each gradient that `topk` keeps."""
+    batch: int | Literal["auto"] = 1
+    """Steps whose differentials go into one file; a crash loses up to so many."""
+    base_every: int | Literal["auto"] = 100
+    """Steps between two bases; a recovery replays up to so many."""
+    mtbf_h: float | None = Field(None, gt=0)
+    """Mean hours between failures, for `auto`."""
+    profile_steps: int = Field(20, ge=3)
+    """Steps that are timed before `auto` decides; each is its own batch."""
+    pending: int = Field(4, ge=1)
+    """Batches that may wait in host memory for the storage before training waits."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("batch", "base_every"):
+            value = getattr(self, name)
+            if value == "auto" and self.mtbf_h is None:
+                raise ValueError(f"checkpoint.baseline.lowdiff.{name}='auto' needs lowdiff.mtbf_h (hours)")
+            if value != "auto" and value < 1:
+                raise ValueError(f"checkpoint.baseline.lowdiff.{name}={value} must be at least 1, or 'auto'")
+        return self
+
+
 class BaselineSettings(Section):
     """What the methods have in common, and the section of each."""
 
@@ -43,3 +73,4 @@ class BaselineSettings(Section):
     deepspeed: IntervalSettings = IntervalSettings()
     dcp_async: IntervalSettings = IntervalSettings()
     checkfreq: CheckFreqSettings = CheckFreqSettings()
+    lowdiff: LowDiffSettings = LowDiffSettings()

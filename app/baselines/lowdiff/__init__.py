@@ -1,0 +1,1 @@
+"""LowDiff: the compressed gradients of every step are the differential checkpoints."""
