@@ -55,11 +55,6 @@ class DiffStore:
             raise DamagedShardError(f"{path} is missing", path=path)
         return decode(self._storage.read(path), span, path)
 
-    def expect(self, span: Span) -> None:
-        """This file will be read next."""
-        path = self._path(span)
-        self._storage.expect(path, 0, self._storage.size(path) or 0)
-
     def roll_back_to(self, step: int) -> None:
         """Deletes what lies after `step`: these steps will be taken and written again."""
         self._delete(span for span in self.spans() if span.last > step)

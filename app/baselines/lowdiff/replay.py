@@ -75,9 +75,9 @@ class Replay:
         done = Replayed(base, None, 0, 0, 0.0, 0.0)
         partitions = self._gradients.empty() if spans else []
         self._zero3.begin_install()
-        for span, following in zip(spans, (*spans[1:], None), strict=True):
+        for span in spans:
             started = time.monotonic()
-            batch = self._read(span, following)
+            batch = self._read(span)
             load_s = time.monotonic() - started
             if batch is None:
                 log.warning(
@@ -98,9 +98,7 @@ class Replay:
             )
         return self._finish(done)
 
-    def _read(self, span: Span, following: Span | None) -> Batch | None:
-        if following is not None:
-            self._store.expect(following)
+    def _read(self, span: Span) -> Batch | None:
         found = read_on_all_ranks(lambda: self._store.read(span), self._zero3.collective_device)
         batch = None if found is None else found[0]
         differs = batch is not None and _kind(batch.header) != _kind(self._header)
