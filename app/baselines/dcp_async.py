@@ -87,7 +87,9 @@ class DcpAsync:
         for sub_group in zero3.sub_groups:
             zero3.clear_state(sub_group.index)
         for name, part in parts.items():
-            zero3.write(part, tensors[name], commit.state[SCALARS][name])
+            for key, tensor in tensors[name].items():
+                zero3.room(part, key).copy_(tensor)
+            zero3.set_scalars(part, commit.state[SCALARS][name])
         finish(zero3)
 
     def _room(self, part: ParamSlice, saved: Any) -> DTensor:

@@ -115,7 +115,9 @@ def install(zero3: Zero3Engine, image: Tensor, name: str) -> None:
     for part in (part for parts in zero3.slices.values() for part in parts):
         tensors = {found.state: _tensor(image, found) for found in ranges[part.spec.name]}
         scalars = {key: each.model_dump() for key, each in header.slices[part.spec.name].state.items()}
-        zero3.write(part, tensors, scalars)
+        for key, tensor in tensors.items():
+            zero3.room(part, key).copy_(tensor)
+        zero3.set_scalars(part, scalars)
     finish(zero3)
 
 
