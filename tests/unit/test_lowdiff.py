@@ -194,8 +194,9 @@ def test_the_gradient_may_be_overwritten_only_after_release(tmp_path: Path):
 
     trainer = threading.Thread(target=train)
     trainer.start()
-    assert not released.wait(0.2), "nobody waited for the copy"
-    gate.set()
+    early = released.wait(0.2)
+    gate.set()  # also where the test fails: the copier's thread must end
+    assert not early, "nobody waited for the copy"
     trainer.join(20)
     outbox.close(wait=True)
     copier.close()
@@ -236,8 +237,9 @@ def test_a_slow_storage_makes_training_wait_and_skips_nothing(tmp_path: Path):
 
     trainer = threading.Thread(target=train)
     trainer.start()
-    assert not finished.wait(0.3), "the queue of batches has no end"
+    early = finished.wait(0.3)
     storage.gate.set()
+    assert not early, "the queue of batches has no end"
     trainer.join(20)
     outbox.close(wait=True)
     copier.close()
