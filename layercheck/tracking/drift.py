@@ -82,7 +82,7 @@ class DriftMeter:
         self._rooms = torch.split(self._scratch, rooms) if self._keeps else [self._scratch] * len(rooms)
         self._references = (
             # A whole copy of the weights is never what `auto` means.
-            References(self._look(config.sample != "exact"), self._order, device)
+            References(self._look(config.sample != "exact", densest=True), self._order, device)
             if config.kind == "displacement"
             else None
         )
@@ -92,10 +92,11 @@ class DriftMeter:
         self.reset()
         self.close = zero3.on_update(self._before, self._after)
 
-    def _look(self, sampled: bool) -> list[SubGroupSample]:
+    def _look(self, sampled: bool, densest: bool = False) -> list[SubGroupSample]:
         kinds = {layer.name: layer.kind for layer in self._zero3.layer_map.trainable}
+        densities = {name: density_for(kind, sampled) for name, kind in kinds.items()}
         return [
-            SubGroupSample(group, density_for(kinds[group.layer], sampled))
+            SubGroupSample(group, densities[group.layer].densest if densest else densities[group.layer])
             for group in self._zero3.sub_groups
         ]
 

@@ -3,7 +3,8 @@
     python -m tests.bench.coordinator [--ranks 1024] [--events 120] [--json FILE]
     python -m tests.bench.coordinator --memory [--events 100000]
 
-The coordinator is the real one on a local disk, commits fsynced, collection at work; what the ranks send
+The coordinator is the real one on a local disk, commits fsynced, collection at work, the process set up as its
+actor is; what the ranks send
 arrives as bytes, as over Ray, and is unpickled inside the measured time. The shard files are empty: their
 bytes never pass the coordinator, but collection has to delete them.
 
@@ -24,6 +25,7 @@ from typing import Any
 import psutil
 from xxhash import xxh3_128_hexdigest
 
+from cluster.coordinator import collect_rarely
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination.coordinator import Coordinator
 from layercheck.layers import LayerMap, LayerSpec, ParamSpec
@@ -185,6 +187,7 @@ def main() -> int:
     parser.add_argument("--events", type=int)
     parser.add_argument("--memory", action="store_true", help="many small events: does anything grow?")
     args = parser.parse_args()
+    collect_rarely()
     if args.memory:
         measure_and_print(args, lambda folder: memory(folder, args.ranks or 2, args.events or 100_000))
     else:

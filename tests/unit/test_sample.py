@@ -67,7 +67,7 @@ def test_a_long_run_is_looked_at_as_thinly_as_leaves_enough_blocks() -> None:
         enough = density.enough * thinnest.block * thinnest.every
         assert density.rule(enough) == thinnest
         assert density.rule(enough - 1) == density.rules[1]
-        assert density.rule(SMALL_NUMEL) == densest
+        assert density.rule(SMALL_NUMEL) == density.densest.rule(enough) == densest
         assert [rule.every for rule in density.rules] == sorted(
             {r.every for r in density.rules}, reverse=True
         )
