@@ -1,0 +1,1 @@
+"""Checkpoints in the memory of two hosts, after GEMINI (SOSP'23)."""

@@ -1,0 +1,217 @@
+"""One thread that copies a rank's state into its host's memory and exchanges it with the peer.
+
+States of the copy of step t on one rank:
+1. `begin`: waits until the round before is over (back-pressure), then hands the live tensors over (training
+   thread).
+2. the state is copied into the own box (replicator). Forward and backward of t + 1 may run; `hold_back`,
+   called before each optimizer call, waits for the copy (training thread): the update gate.
+3. checksum, record, exchange with the peer, both records there (replicator). Training goes on.
+4. all ranks say that their copies of t are whole. Only now may the slots of the step before be overwritten:
+   whenever everything dies, the newest step that all ranks hold is still whole on all of them.
+5. `wait`: the round is over (training thread).
+
+No collective of the default group in the replicator; nothing but the exchange's own group.
+A round that fails leaves the aligned step where it was and ends the copies of this attempt with an alert:
+training does not die of it.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.baselines.gemini.box import Box, as_tensor
+from app.baselines.gemini.exchange import Exchange, Filled, Wanted
+from app.baselines.gemini.host import Key
+from app.baselines.gemini.placement import Placement
+from app.baselines.gemini.records import SlotRecord, slot_to_fill
+from layercheck.errors import LayerCheckError
+
+
+class HostCopyError(LayerCheckError):
+    """A copy or an exchange did not end within its limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """The state after `step` as it lies in memory now: meta bytes and the live tensors, in their order."""
+
+    step: int
+    meta: bytes
+    sources: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCost:
+    """What one round took on this rank."""
+
+    step: int
+    copy_s: float
+    exchange_s: float
+    host_bytes: int
+    sent_bytes: int
+    aligned: bool
+
+
+class Replicator:
+    """See the module.
+
+    Args:
+        rank: of this process.
+        placement: who keeps whose replica.
+        attempt: random mark of this life of the worker group, the same on all ranks.
+        boxes: those of this rank, by (shard, keeper).
+        exchange: to the peers.
+        aligned: newest step that all ranks hold, 0 for none.
+        wait_s: limit of the waits for a copy and for a round.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        placement: Placement,
+        attempt: bytes,
+        boxes: Mapping[Key, Box],
+        exchange: Exchange,
+        aligned: int,
+        wait_s: float,
+    ) -> None:
+        self._rank, self._placement, self._attempt = rank, placement, attempt
+        self.boxes = dict(boxes)
+        self._exchange = exchange
+        self.aligned = aligned
+        self._wait_s = wait_s
+        self.broken: str | None = None
+        self.costs: list[RoundCost] = []
+        """Of rounds that are over; whoever reads them takes them out."""
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._copied, self._over = threading.Event(), threading.Event()
+        self._copied.set()
+        self._over.set()
+        self._thread = threading.Thread(target=self._run, name="gemini", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ training thread
+
+    def begin(self, image: Image) -> None:
+        """Starts the round of this step. The live tensors must not change before `hold_back` has returned."""
+        self.wait()
+        if self.broken is not None:
+            return
+        ready = _ready(image.sources)
+        self._copied.clear()
+        self._over.clear()
+        self._jobs.put(lambda: self._round(image, ready))
+
+    def hold_back(self) -> None:
+        """The update gate: returns when the host copy is done.
+
+        Raises:
+            HostCopyError: it was not within `wait_s`.
+        """
+        if not self._copied.wait(self._wait_s):
+            raise HostCopyError(f"the copy into host memory took more than wait_s={self._wait_s:g} s")
+
+    def wait(self) -> None:
+        """Returns when no round is under way.
+
+        Raises:
+            HostCopyError: it was not over in time: transfers have limits of their own, so this is a bug or a
+                stopped machine.
+        """
+        limit_s = 4 * self._wait_s
+        if not self._over.wait(limit_s):
+            raise HostCopyError(f"the exchange of host copies was not over within {limit_s:g} s")
+
+    def close(self, *, wait: bool) -> None:
+        """Ends the thread; with `wait` the round under way comes to its end first."""
+        if wait:
+            self.wait()
+        self._jobs.put(None)
+        self.hold_back()
+
+    # ------------------------------------------------------------------ replicator thread
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # a dead peer, lost memory: the training thread tells it
+                self.broken = f"{type(error).__name__}: {error}"
+            finally:
+                self._copied.set()
+                self._over.set()
+
+    def _round(self, image: Image, ready: Callable[[], None]) -> None:
+        began = time.monotonic()
+        box = self.boxes[self._rank, self._rank]
+        slot = slot_to_fill(box.steps(), self.aligned)
+        box.wipe(slot)
+        ready()
+        _fill(box, slot, image)
+        self._copied.set()
+        copied = time.monotonic()
+        record = SlotRecord(
+            image.step,
+            self._attempt,
+            self._rank,
+            len(self._placement.hosts),
+            len(image.meta),
+            box.shape.data_bytes,
+            box.digest(slot, len(image.meta)),
+        )
+        box.seal(slot, record)
+        sent_before = self._exchange.sent_bytes
+        wanted = self._make_room()
+        good = self._exchange.swap(Filled(box, slot, record), self._placement.keepers[self._rank], wanted)
+        aligned = self._exchange.all_say(good)
+        if aligned:
+            self.aligned = image.step
+        self.costs.append(
+            RoundCost(
+                step=image.step,
+                copy_s=copied - began,
+                exchange_s=time.monotonic() - copied,
+                host_bytes=(1 + len(wanted)) * (record.meta_bytes + record.data_bytes),
+                sent_bytes=self._exchange.sent_bytes - sent_before,
+                aligned=aligned,
+            )
+        )
+
+    def _make_room(self) -> Sequence[Wanted]:
+        wanted = []
+        for shard in self._placement.kept_by(self._rank):
+            box = self.boxes[shard, self._rank]
+            slot = slot_to_fill(box.steps(), self.aligned)
+            box.wipe(slot)
+            wanted.append(Wanted(shard, box, slot))
+        return wanted
+
+
+def _ready(sources: Sequence[Tensor]) -> Callable[[], None]:
+    """What the replicator calls before it reads: on an accelerator the work queued so far must be over."""
+    if not sources or sources[0].device.type == "cpu":
+        return lambda: None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(sources[0].device))
+    return lambda: event.synchronize()
+
+
+def _fill(box: Box, slot: int, image: Image) -> None:
+    if len(image.meta) > box.shape.meta_bytes:
+        raise HostCopyError(
+            f"the trainer state of step {image.step} has grown: {len(image.meta)} bytes, there is room for "
+            f"{box.shape.meta_bytes}"
+        )
+    box.meta(slot, len(image.meta)).copy_(as_tensor(image.meta))
+    target, done = box.data(slot), 0
+    for source in image.sources:
+        raw = source.reshape(-1).view(torch.uint8)
+        target.narrow(0, done, raw.numel()).copy_(raw)
+        done += raw.numel()
+    if done != target.numel():
+        raise HostCopyError(f"the state of step {image.step} has {done} bytes, its box {target.numel()}")
