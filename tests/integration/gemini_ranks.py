@@ -12,20 +12,19 @@ from torch import Tensor
 
 from app.baselines.gemini.box import Box
 from app.baselines.gemini.exchange import Exchange
-from app.baselines.gemini.find import Finder
+from app.baselines.gemini.find import Finder, Found
 from app.baselines.gemini.placement import place
-from app.baselines.gemini.records import BoxShape
 from app.baselines.gemini.replicator import Image, Replicator
 from tests.integration.gemini_hosts import SocketHosts
 
 RUN = "run-1"
 CHUNK = 1000
-META_ROOM = 64
+SLACK = 100
 
 
 def size_of(rank: int) -> int:
-    """Elements of a rank's shard: all differ, the last one has none."""
-    return max(0, 5000 - 777 * rank) if rank < 3 else 0
+    """Elements of a rank's shard: all differ."""
+    return 5000 - 777 * rank
 
 
 def state(rank: int, step: int) -> Tensor:
@@ -37,7 +36,7 @@ def image(rank: int, step: int) -> Image:
 
 
 class Life:
-    """One life of the worker group on this rank: finds what there is and copies from then on."""
+    """One life of the worker group on this rank: looks for what there is, then copies."""
 
     def __init__(self, folder: str, where: str, attempt: bytes, wait_s: float = 20) -> None:
         self.rank = dist.get_rank()
@@ -49,21 +48,18 @@ class Life:
         self._attempt, self._wait_s = attempt, wait_s
         self.replicator: Any = None
 
-    def find(self, remote: int | None = None) -> tuple[str, int, bool]:
-        """(kind, step, the shard is the state of that step)."""
+    def find(self, remote: int | None = None) -> Found:
         found = self.finder.find(remote)
-        self.found = found
-        if found.shard is None:
-            return found.decision.kind, found.decision.step, True
-        step = found.decision.step
-        meta = bytes(found.shard.meta.numpy()) == f"meta of {self.rank} at {step}".encode()
-        values = found.shard.data.clone().view(torch.float32)[:-3]
-        return found.decision.kind, step, meta and torch.equal(values, state(self.rank, step))
+        if found.shard is not None:
+            step, shard = found.decision.step, found.shard
+            assert bytes(shard.meta.numpy()) == f"meta of {self.rank} at {step}".encode()
+            assert torch.equal(shard.data.clone().view(torch.float32)[:-3], state(self.rank, step))
+        return found
 
     def begin(self, aligned: int = 0) -> Replicator:
         keys = {(self.rank, self.rank), *((shard, self.rank) for shard in self.placement.kept_by(self.rank))}
-        shapes = {(shard, keeper): BoxShape(META_ROOM, 4 * (size_of(shard) + 3)) for shard, keeper in keys}
-        boxes = {key: Box(*found) for key, found in self.hosts.own().open(shapes).items()}
+        needs = {(shard, keeper): image(shard, 1).shape for shard, keeper in keys}
+        boxes = {key: Box(*found) for key, found in self.hosts.own().open(needs, SLACK).items()}
         self.replicator = Replicator(
             self.rank, self.placement, self._attempt, boxes, self.exchange, aligned, self._wait_s
         )
@@ -77,16 +73,51 @@ class Life:
             assert self.replicator.broken is None, self.replicator.broken
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+# ---------------------------------------------------------------- stories: ("what", ...) one after the other
 
 
-def copy_and_die(folder: str, where: str, attempt: bytes, *steps: int) -> None:
+def play(folder: str, *story: tuple[Any, ...]) -> list[Any]:
+    """Lives of one group of processes, and what befalls the hosts between them.
+
+    ("copy", where, *steps)       a life that goes on from what it finds and copies these steps
+    ("end", *hosts)               hosts are lost
+    ("damage", keeper, shard, step)   one byte of a copy is flipped
+    ("find", where, remote)       gives (kind, step, how each rank gets its shard)
+    """
+    told = []
+    for number, (what, *args) in enumerate(story):
+        answer = globals()[f"_{what}"](folder, b"life%04d" % number, *args)
+        dist.barrier()
+        if answer is not None:
+            told.append(answer)
+    return told
+
+
+def _copy(folder: str, attempt: bytes, where: str, *steps: int) -> None:
     life = Life(folder, where, attempt)
-    life.find()
-    life.begin()
+    life.begin(life.find().decision.step)
     life.copy(*steps)
-    die()
+    life.replicator.close(wait=True)
+
+
+def _end(folder: str, attempt: bytes, *names: str) -> None:
+    if dist.get_rank() == 0:
+        for name in names:
+            SocketHosts(folder, name).end_own()
+
+
+def _damage(folder: str, attempt: bytes, keeper: int, shard: int, step: int) -> None:
+    if dist.get_rank() == keeper:
+        box = Box(*SocketHosts(folder, "ab"[keeper]).own().region((shard, keeper)))
+        box.data(box.steps().index(step), 8)[7] ^= 1
+
+
+def _find(folder: str, attempt: bytes, where: str, remote: int | None = None) -> tuple[Any, ...]:
+    decision = Life(folder, where, attempt).find(remote).decision
+    return decision.kind, decision.step, tuple(source.how for source in decision.sources)
+
+
+# ---------------------------------------------------------------- kills, waits, losses
 
 
 def die_in_the_exchange(folder: str, where: str, at: int, victim: int) -> None:
@@ -101,7 +132,9 @@ def die_in_the_exchange(folder: str, where: str, at: int, victim: int) -> None:
 
         def dies(stream: Any, view: Tensor) -> Any:
             posted[0] += stream.sends
-            return die() if posted[0] == 5 else post(stream, view)
+            if posted[0] == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return post(stream, view)
 
         life.exchange._post = dies  # type: ignore[method-assign]
     replicator.begin(image(life.rank, at))
@@ -109,50 +142,20 @@ def die_in_the_exchange(folder: str, where: str, at: int, victim: int) -> None:
     assert replicator.broken is not None
     replicator.begin(image(life.rank, at + 1))  # training does not die of it
     replicator.wait()
-    die()
-
-
-def find_again(folder: str, where: str, remote: int | None = None) -> tuple[Any, ...]:
-    life = Life(folder, where, b"life-two")
-    kind, step, right = life.find(remote)
-    hows = tuple(source.how for source in life.found.decision.sources)
-    return kind, step, right, hows
-
-
-def go_on_and_die(folder: str, where: str, *steps: int) -> tuple[Any, ...]:
-    """A second life that copies further steps before it dies."""
-    life = Life(folder, where, b"life-two")
-    found = life.find()
-    life.begin(aligned=found[1])
-    life.copy(*steps)
-    die()
-    return found
-
-
-def damage(folder: str, where: str, key: tuple[int, int], step: int) -> None:
-    """Flips one byte of a copy; by the rank on whose host it is."""
-    life = Life(folder, where, b"life-bad")
-    if dist.get_rank() == key[1]:
-        box = Box(*life.hosts.own().region(key))
-        slot = box.steps().index(step)
-        box.data(slot)[7] ^= 1
-    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def gate_and_pressure(folder: str, where: str) -> dict[str, Any]:
     """What training waits for, by events and not by time: a copy that is held, then an exchange that is."""
     life = Life(folder, where, b"life-one")
-    life.find()
     replicator = life.begin()
     seen: dict[str, Any] = {}
     copy_may_end, swap_may_end = threading.Event(), threading.Event()
     live = state(life.rank, 1)
-    held = Image(1, b"meta", (live, torch.zeros(3)))
-    swap = life.exchange.swap
+    swap, whole_round = life.exchange.swap, replicator._round
     life.exchange.swap = lambda *args: swap_may_end.wait(20) and swap(*args)  # type: ignore
-    original = replicator._round
-    replicator._round = lambda image, ready: original(image, lambda: copy_may_end.wait(20))  # type: ignore
-    replicator.begin(held)
+    replicator._round = lambda image, ready: whole_round(image, lambda: copy_may_end.wait(20))  # type: ignore
+    replicator.begin(Image(1, b"meta", (live, torch.zeros(3))))
     seen["forward runs beside the copy"] = not replicator._copied.is_set()
     gate = _in_thread(replicator.hold_back)
     seen["the update waits for the copy"] = _still_runs(gate)
@@ -167,12 +170,30 @@ def gate_and_pressure(folder: str, where: str) -> dict[str, Any]:
     following.join(20)
     replicator.wait()
     box = replicator.boxes[life.rank, life.rank]
-    first = box.data(box.steps().index(1)).clone().view(torch.float32)[:-3]
+    first = box.data(box.steps().index(1), 4 * size_of(life.rank)).clone().view(torch.float32)
     seen["the copy is that of its step"] = torch.equal(first, state(life.rank, 1))
     seen["both steps are aligned"] = [cost.aligned for cost in replicator.costs] == [True, True]
     seen["every step was copied"] = sorted(box.steps()) == [1, 2]
     replicator.close(wait=True)
     return seen
+
+
+def a_late_copy(folder: str, where: str) -> tuple[str | None, Any]:
+    """The optimizer goes on before the copy is whole: it never counts, on any rank."""
+    life = Life(folder, where, b"life-one", wait_s=2)
+    replicator = life.begin()
+    life.copy(1)
+    may_end, whole_round = threading.Event(), replicator._round
+    if life.rank == 0:
+        replicator._wait_s = 0.1
+        replicator._round = lambda image, ready: whole_round(image, lambda: may_end.wait(20))  # type: ignore
+    replicator.begin(image(life.rank, 2))
+    replicator.hold_back()
+    may_end.set()
+    replicator._wait_s = 20
+    replicator.wait()
+    dist.barrier()
+    return replicator.broken, sorted(copy.record.step for copy in life.hosts.own().copies(RUN))
 
 
 def _in_thread(call: Any) -> threading.Thread:
@@ -186,25 +207,18 @@ def _still_runs(thread: threading.Thread) -> bool:
     return thread.is_alive()
 
 
-def lose_the_store(folder: str, where: str) -> bool:
-    """The boxes of a host whose store has died are known to be lost; training can go on writing to them."""
+def lose_the_store(folder: str, where: str) -> tuple[Any, ...]:
+    """A store dies alone after step 1: its boxes are known to be lost, and training can go on."""
     life = Life(folder, where, b"life-one")
-    life.find()
     replicator = life.begin()
     life.copy(1)
+    (first,) = replicator.costs
     kept = all(box.is_kept for box in replicator.boxes.values())
     if life.rank == 0:
-        life.hosts.end_all()
-        while any(box.is_kept for box in replicator.boxes.values()):
+        life.hosts.end_own()
+        deadline = time.monotonic() + 20
+        while any(box.is_kept for box in replicator.boxes.values()) and time.monotonic() < deadline:
             time.sleep(0.02)
     dist.barrier()
     life.copy(2)
-    return kept and not any(box.is_kept for box in replicator.boxes.values())
-
-
-def costs(folder: str, where: str) -> Any:
-    life = Life(folder, where, b"life-one")
-    life.find()
-    replicator = life.begin()
-    life.copy(1)
-    return replicator.costs[0]
+    return kept, any(box.is_kept for box in replicator.boxes.values()), first

@@ -125,8 +125,8 @@ class _ActorHost:
     def copies(self, run_id: str) -> tuple[Copy, ...]:
         return tuple(self._call("copies", run_id))
 
-    def open(self, shapes: Mapping[Key, BoxShape]) -> dict[Key, tuple[BoxShape, Region]]:
-        return dict(self._call("open", dict(shapes)))
+    def open(self, needs: Mapping[Key, BoxShape], slack_bytes: int) -> dict[Key, tuple[BoxShape, Region]]:
+        return dict(self._call("open", dict(needs), slack_bytes))
 
     def region(self, key: Key) -> tuple[BoxShape, Region]:
         shape, region = self._call("region", key)

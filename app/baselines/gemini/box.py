@@ -50,13 +50,13 @@ class Box:
         """The first `nbytes` of the room for meta bytes, uint8."""
         return self._at(self.shape.meta_at(slot), nbytes)
 
-    def data(self, slot: int) -> Tensor:
-        """The data of a slot, uint8."""
-        return self._at(self.shape.data_at(slot), self.shape.data_bytes)
+    def data(self, slot: int, nbytes: int) -> Tensor:
+        """The first `nbytes` of the room for data, uint8."""
+        return self._at(self.shape.data_at(slot), nbytes)
 
-    def digest(self, slot: int, meta_bytes: int) -> bytes:
+    def digest(self, slot: int, meta_bytes: int, data_bytes: int) -> bytes:
         """The xxh3-128 of the meta bytes followed by the data."""
-        return digest_of(self.meta(slot, meta_bytes), self.data(slot))
+        return digest_of(self.meta(slot, meta_bytes), self.data(slot, data_bytes))
 
     def _at(self, begin: int, nbytes: int) -> Tensor:
         return self._bytes.narrow(0, begin, nbytes)

@@ -103,7 +103,7 @@ class Exchange:
         return bool(vote.item())
 
     def _views(self, box: Box, slot: int, record: SlotRecord) -> tuple[Tensor, ...]:
-        parts = (box.meta(slot, record.meta_bytes), box.data(slot))
+        parts = (box.meta(slot, record.meta_bytes), box.data(slot, record.data_bytes))
         return tuple(piece for part in parts for piece in pieces(part, self.chunk_bytes))
 
     def _post(self, stream: Stream, view: Tensor) -> dist.Work:
@@ -125,7 +125,7 @@ def _record_from(rank: int, header: Tensor) -> SlotRecord:
 def _seal(want: Wanted, record: SlotRecord, own: SlotRecord) -> bool:
     if (record.step, record.attempt) != (own.step, own.attempt):
         return False
-    if want.box.digest(want.slot, record.meta_bytes) != record.digest:
+    if want.box.digest(want.slot, record.meta_bytes, record.data_bytes) != record.digest:
         return False
     want.box.seal(want.slot, record)
     return True

@@ -165,7 +165,7 @@ class Finder:
 
 
 def _view(box: Box, copy: Copy) -> Fetched:
-    return Fetched(box.meta(copy.slot, copy.record.meta_bytes), box.data(copy.slot))
+    return Fetched(box.meta(copy.slot, copy.record.meta_bytes), box.data(copy.slot, copy.record.data_bytes))
 
 
 def _empty(copy: Copy) -> Fetched:

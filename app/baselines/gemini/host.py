@@ -39,8 +39,8 @@ class HostCalls(Protocol):
         """All valid slots; none for another run."""
         ...
 
-    def open(self, shapes: Mapping[Key, BoxShape]) -> dict[Key, tuple[BoxShape, Region]]:
-        """These boxes: those that are there and have the room, the others made anew and empty.
+    def open(self, needs: Mapping[Key, BoxShape], slack_bytes: int) -> dict[Key, tuple[BoxShape, Region]]:
+        """These boxes: one that is there and has the room as it is, the others anew, empty, with slack.
 
         Raises:
             ConfigError: this host has not enough memory.
@@ -102,15 +102,17 @@ class HostStore:
             ]
             return tuple(found)
 
-    def open(self, shapes: Mapping[Key, BoxShape]) -> dict[Key, tuple[BoxShape, Region]]:  # noqa: D102
+    def open(  # noqa: D102
+        self, needs: Mapping[Key, BoxShape], slack_bytes: int
+    ) -> dict[Key, tuple[BoxShape, Region]]:
         with self._lock:
             boxes = self._boxes
-            self._free({key for key in shapes if key in boxes and not boxes[key].shape.holds(shapes[key])})
-            new = [key for key in shapes if key not in boxes]
-            check_room(sum(shapes[key].nbytes for key in new), free_bytes(), self._host)
-            for key in new:
-                boxes[key] = _Box(shapes[key], create(shapes[key].nbytes))
-            return {key: self._found(key) for key in shapes}
+            self._free({key for key in needs if key in boxes and not boxes[key].shape.holds(needs[key])})
+            new = {key: need.with_slack(slack_bytes) for key, need in needs.items() if key not in boxes}
+            check_room(sum(shape.nbytes for shape in new.values()), free_bytes(), self._host)
+            for key, shape in new.items():
+                boxes[key] = _Box(shape, create(shape.nbytes))
+            return {key: self._found(key) for key in needs}
 
     def region(self, key: Key) -> tuple[BoxShape, Region]:  # noqa: D102
         with self._lock:

@@ -61,7 +61,7 @@ class SlotRecord:
 
 @dataclass(frozen=True, slots=True)
 class BoxShape:
-    """Sizes of one box: room for `meta_bytes` and `data_bytes` in each of its two slots."""
+    """Room of one box: at most `meta_bytes` and `data_bytes` in each of its two slots."""
 
     meta_bytes: int
     data_bytes: int
@@ -77,8 +77,12 @@ class BoxShape:
         return PAGE + _pages(self.meta_bytes) + _pages(self.data_bytes)
 
     def holds(self, other: "BoxShape") -> bool:
-        """True if this box can be used where `other` is wanted."""
-        return self.data_bytes == other.data_bytes and self.meta_bytes >= other.meta_bytes
+        """True if this box has the room that `other` asks for."""
+        return self.data_bytes >= other.data_bytes and self.meta_bytes >= other.meta_bytes
+
+    def with_slack(self, nbytes: int) -> "BoxShape":
+        """Room for the same state later: numbers in its texts grow longer, by a few bytes each."""
+        return BoxShape(self.meta_bytes + nbytes, self.data_bytes + nbytes)
 
     def record_at(self, slot: int) -> int:
         """Where the record of a slot begins."""

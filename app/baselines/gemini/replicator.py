@@ -5,7 +5,7 @@ States of the copy of step t on one rank:
    thread).
 2. the state is copied into the own box (replicator). Forward and backward of t + 1 may run; `hold_back`,
    called before each optimizer call, waits for the copy (training thread): the update gate.
-3. checksum, record, exchange with the peer, both records there (replicator). Training goes on.
+3. checksum, exchange with the peer, then the records of both copies (replicator). Training goes on.
 4. all ranks say that their copies of t are whole. Only now may the slots of the step before be overwritten:
    whenever everything dies, the newest step that all ranks hold is still whole on all of them.
 5. `wait`: the round is over (training thread).
@@ -28,7 +28,7 @@ from app.baselines.gemini.box import Box, as_tensor
 from app.baselines.gemini.exchange import Exchange, Filled, Wanted
 from app.baselines.gemini.host import Key
 from app.baselines.gemini.placement import Placement
-from app.baselines.gemini.records import SlotRecord, slot_to_fill
+from app.baselines.gemini.records import BoxShape, SlotRecord, slot_to_fill
 from layercheck.errors import LayerCheckError
 
 
@@ -43,6 +43,11 @@ class Image:
     step: int
     meta: bytes
     sources: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> BoxShape:
+        """The room that it needs."""
+        return BoxShape(len(self.meta), sum(source.nbytes for source in self.sources))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,8 @@ class Replicator:
         self.costs: list[RoundCost] = []
         """Of rounds that are over; whoever reads them takes them out."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._void = False
+        """The optimizer has gone on before the copy was whole: it must never count."""
         self._copied, self._over = threading.Event(), threading.Event()
         self._copied.set()
         self._over.set()
@@ -108,13 +115,9 @@ class Replicator:
         self._jobs.put(lambda: self._round(image, ready))
 
     def hold_back(self) -> None:
-        """The update gate: returns when the host copy is done.
-
-        Raises:
-            HostCopyError: it was not within `wait_s`.
-        """
+        """The update gate: returns when the host copy is done, or void because it took more than `wait_s`."""
         if not self._copied.wait(self._wait_s):
-            raise HostCopyError(f"the copy into host memory took more than wait_s={self._wait_s:g} s")
+            self._void = True
 
     def wait(self) -> None:
         """Returns when no round is under way.
@@ -153,21 +156,15 @@ class Replicator:
         box.wipe(slot)
         ready()
         _fill(box, slot, image)
+        if self._void:
+            raise HostCopyError(f"the copy of step {image.step} took more than wait_s={self._wait_s:g} s")
         self._copied.set()
         copied = time.monotonic()
-        record = SlotRecord(
-            image.step,
-            self._attempt,
-            self._rank,
-            len(self._placement.hosts),
-            len(image.meta),
-            box.shape.data_bytes,
-            box.digest(slot, len(image.meta)),
-        )
-        box.seal(slot, record)
+        record = self._record(image, box, slot)
         sent_before = self._exchange.sent_bytes
         wanted = self._make_room()
         good = self._exchange.swap(Filled(box, slot, record), self._placement.keepers[self._rank], wanted)
+        box.seal(slot, record)  # not before: own copy and replica count from the same exchange on
         aligned = self._exchange.all_say(good)
         if aligned:
             self.aligned = image.step
@@ -181,6 +178,11 @@ class Replicator:
                 aligned=aligned,
             )
         )
+
+    def _record(self, image: Image, box: Box, slot: int) -> SlotRecord:
+        sizes = image.shape.meta_bytes, image.shape.data_bytes
+        world_size = len(self._placement.hosts)
+        return SlotRecord(image.step, self._attempt, self._rank, world_size, *sizes, box.digest(slot, *sizes))
 
     def _make_room(self) -> Sequence[Wanted]:
         wanted = []
@@ -202,16 +204,11 @@ def _ready(sources: Sequence[Tensor]) -> Callable[[], None]:
 
 
 def _fill(box: Box, slot: int, image: Image) -> None:
-    if len(image.meta) > box.shape.meta_bytes:
-        raise HostCopyError(
-            f"the trainer state of step {image.step} has grown: {len(image.meta)} bytes, there is room for "
-            f"{box.shape.meta_bytes}"
-        )
+    if not box.shape.holds(image.shape):
+        raise HostCopyError(f"the state of step {image.step} has grown: {image.shape}, in {box.shape}")
     box.meta(slot, len(image.meta)).copy_(as_tensor(image.meta))
-    target, done = box.data(slot), 0
+    target, done = box.data(slot, image.shape.data_bytes), 0
     for source in image.sources:
-        raw = source.reshape(-1).view(torch.uint8)
+        raw = source.view(torch.uint8)
         target.narrow(0, done, raw.numel()).copy_(raw)
         done += raw.numel()
-    if done != target.numel():
-        raise HostCopyError(f"the state of step {image.step} has {done} bytes, its box {target.numel()}")
