@@ -115,9 +115,19 @@ def _lowdiff(config: Config, zero3: Zero3Engine, storage: Storage) -> Baseline:
     return LowDiff(zero3, committer, config.checkpoint.baseline.lowdiff, wait_s)
 
 
+def _gemini(config: Config, zero3: Zero3Engine, storage: Storage) -> Baseline:
+    from app.baselines.gemini.actors import RayHosts
+    from app.baselines.gemini.method import GeminiCopies
+
+    settings = config.checkpoint.baseline.gemini
+    hosts = RayHosts(config.run.name, config.run.storage_root, settings.keep_s, settings.wait_s)
+    return GeminiCopies(zero3, committer_of(config, zero3, storage), hosts, settings)
+
+
 _MAKERS: dict[str, Callable[[Config, Zero3Engine, Storage], Baseline]] = {
     "deepspeed": _deepspeed,
     "dcp_async": _dcp_async,
     "checkfreq": _checkfreq,
     "lowdiff": _lowdiff,
+    "gemini": _gemini,
 }

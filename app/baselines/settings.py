@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from app.section import Section
 
-Method = Literal["layercheck", "none", "deepspeed", "dcp_async", "checkfreq", "lowdiff"]
+Method = Literal["layercheck", "none", "deepspeed", "dcp_async", "checkfreq", "lowdiff", "gemini"]
 """How a run is protected."""
 
 WRITE_LOCAL_FILES = ("deepspeed", "dcp_async")
@@ -65,6 +65,21 @@ class LowDiffSettings(Section):
         return self
 
 
+class GeminiSettings(Section):
+    """GEMINI, see `gemini/method.py`."""
+
+    interval_steps: int = Field(1, ge=1)
+    """Steps between two copies into host memory."""
+    storage_every: int = Field(1000, ge=1)
+    """Steps between two checkpoints in the storage, for the loss of both hosts of a shard."""
+    chunk_bytes: int = Field(16 << 20, ge=1)
+    """Bytes in flight to the peer."""
+    wait_s: float = Field(60, gt=0)
+    """Limit of a copy, of a transfer and of a call to a store. Then host copies stop, training goes on."""
+    keep_s: float = Field(3600, gt=0)
+    """Seconds for which a host keeps its copies after its last trainer has gone."""
+
+
 class BaselineSettings(Section):
     """What the methods have in common, and the section of each."""
 
@@ -74,3 +89,4 @@ class BaselineSettings(Section):
     dcp_async: IntervalSettings = IntervalSettings()
     checkfreq: CheckFreqSettings = CheckFreqSettings()
     lowdiff: LowDiffSettings = LowDiffSettings()
+    gemini: GeminiSettings = GeminiSettings()

@@ -4,6 +4,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -154,7 +156,7 @@ def gate_and_pressure(folder: str, where: str) -> dict[str, Any]:
     live = state(life.rank, 1)
     swap, whole_round = life.exchange.swap, replicator._round
     life.exchange.swap = lambda *args: swap_may_end.wait(20) and swap(*args)  # type: ignore
-    replicator._round = lambda image, ready: whole_round(image, lambda: copy_may_end.wait(20))  # type: ignore
+    replicator._round = lambda image, _: whole_round(image, _once(copy_may_end))  # type: ignore
     replicator.begin(Image(1, b"meta", (live, torch.zeros(3))))
     seen["forward runs beside the copy"] = not replicator._copied.is_set()
     gate = _in_thread(replicator.hold_back)
@@ -186,7 +188,7 @@ def a_late_copy(folder: str, where: str) -> tuple[str | None, Any]:
     may_end, whole_round = threading.Event(), replicator._round
     if life.rank == 0:
         replicator._wait_s = 0.1
-        replicator._round = lambda image, ready: whole_round(image, lambda: may_end.wait(20))  # type: ignore
+        replicator._round = lambda image, _: whole_round(image, _once(may_end))  # type: ignore
     replicator.begin(image(life.rank, 2))
     replicator.hold_back()
     may_end.set()
@@ -194,6 +196,13 @@ def a_late_copy(folder: str, where: str) -> tuple[str | None, Any]:
     replicator.wait()
     dist.barrier()
     return replicator.broken, sorted(copy.record.step for copy in life.hosts.own().copies(RUN))
+
+
+@contextmanager
+def _once(event: threading.Event) -> Iterator[None]:
+    """A copy that does not begin before."""
+    event.wait(20)
+    yield
 
 
 def _in_thread(call: Any) -> threading.Thread:

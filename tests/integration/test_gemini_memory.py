@@ -118,7 +118,7 @@ def test_a_store_that_dies_alone_ends_no_training_and_bytes_are_counted(tmp_path
         assert kept_after is (rank == 1)
         assert cost.aligned
         assert 0 <= cost.sent_bytes - data[rank] < 200  # a record goes along
-        assert cost.host_bytes == sum(data)
+        assert 0 <= cost.host_bytes - sum(data) < 200
 
 
 # ------------------------------------------------------------------ one store

@@ -94,6 +94,7 @@ class RayHosts:
             "get_if_exists": True,
             "num_cpus": 0,
             "max_restarts": 0,
+            "max_concurrency": 8,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(self.here, soft=False),
         }
         actor = ray.remote(HostActor).options(**options).remote(self.here, self._keep_s)

@@ -55,7 +55,7 @@ class Exchange:
     def __init__(self, chunk_bytes: int, wait_s: float) -> None:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
         self.chunk_bytes = chunk_bytes
-        self.sent_bytes = 0
+        self.sent_bytes, self.received_bytes = 0, 0
 
     def swap(self, own: Filled, keeper: int | None, wanted: Sequence[Wanted]) -> bool:
         """One round: sends the own copy to its keeper, takes in those that this rank keeps.
@@ -109,6 +109,8 @@ class Exchange:
     def _post(self, stream: Stream, view: Tensor) -> dist.Work:
         if stream.sends:
             self.sent_bytes += view.numel()
+        else:
+            self.received_bytes += view.numel()
         post = dist.isend if stream.sends else dist.irecv
         work = post(view, stream.peer, group=self.group)
         assert work is not None  # every rank is in the group

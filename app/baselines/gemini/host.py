@@ -87,8 +87,7 @@ class HostStore:
                 self._free(set(self._boxes))
                 self._run_id, self._writers = run_id, {}
             self._writers[pid] = attempt, _started_s(pid) or 0.0
-            before = {p: at_s for p, (other, at_s) in self._writers.items() if other != attempt}
-        _wait_for_end(before, self._host)
+        self._wait_for_others(attempt)
 
     def copies(self, run_id: str) -> tuple[Copy, ...]:  # noqa: D102
         with self._lock:
@@ -128,7 +127,27 @@ class HostStore:
 
     def is_used(self) -> bool:
         """True while a process of this host may still write."""
-        return any(_started_s(pid) == at_s for pid, (_, at_s) in list(self._writers.items()))
+        return bool(self._living({attempt for attempt, _ in self._writers.values()}))
+
+    def _wait_for_others(self, attempt: bytes) -> None:
+        """A trainer that was given up but still runs could write into what is being read."""
+        deadline = time.monotonic() + _WRITER_S
+        while old := self._living({other for other, _ in self._writers.values()} - {attempt}):
+            if time.monotonic() > deadline:
+                raise HostMemoryError(
+                    f"process {old[0]} of the attempt before still runs on host {self._host} after "
+                    f"{_WRITER_S:g} s and could write into its copies: end it",
+                    pid=old[0],
+                )
+            time.sleep(0.05)
+
+    def _living(self, attempts: Collection[bytes]) -> list[int]:
+        """Processes of these attempts that still run."""
+        return [
+            pid
+            for pid, (attempt, started_s) in list(self._writers.items())
+            if attempt in attempts and _started_s(pid) == started_s
+        ]
 
     def _found(self, key: Key) -> tuple[BoxShape, Region]:
         box = self._boxes[key]
@@ -141,20 +160,6 @@ class HostStore:
 
 def _record(box: _Box, slot: int) -> SlotRecord | None:
     return SlotRecord.parse(os.pread(box.number, RECORD_BYTES, box.shape.record_at(slot)))
-
-
-def _wait_for_end(writers: Mapping[int, float], host: str) -> None:
-    """A trainer that was given up but still runs could write into what is being read."""
-    deadline = time.monotonic() + _WRITER_S
-    for pid, started in writers.items():
-        while _started_s(pid) == started:
-            if time.monotonic() > deadline:
-                raise HostMemoryError(
-                    f"process {pid} of the attempt before still runs on host {host} after {_WRITER_S:g} s "
-                    "and could write into its copies: end it",
-                    pid=pid,
-                )
-            time.sleep(0.05)
 
 
 def _started_s(pid: int) -> float | None:

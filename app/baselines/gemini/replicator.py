@@ -18,7 +18,9 @@ training does not die of it.
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -91,8 +93,9 @@ class Replicator:
         self.aligned = aligned
         self._wait_s = wait_s
         self.broken: str | None = None
-        self.costs: list[RoundCost] = []
+        self.costs: deque[RoundCost] = deque()
         """Of rounds that are over; whoever reads them takes them out."""
+        self._told = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._void = False
         """The optimizer has gone on before the copy was whole: it must never count."""
@@ -109,10 +112,10 @@ class Replicator:
         self.wait()
         if self.broken is not None:
             return
-        ready = _ready(image.sources)
+        reading = _reading(image.sources)
         self._copied.clear()
         self._over.clear()
-        self._jobs.put(lambda: self._round(image, ready))
+        self._jobs.put(lambda: self._round(image, reading))
 
     def hold_back(self) -> None:
         """The update gate: returns when the host copy is done, or void because it took more than `wait_s`."""
@@ -129,6 +132,16 @@ class Replicator:
         limit_s = 4 * self._wait_s
         if not self._over.wait(limit_s):
             raise HostCopyError(f"the exchange of host copies was not over within {limit_s:g} s")
+
+    def take_alerts(self) -> tuple[str, ...]:
+        """What a person should know, once."""
+        if self.broken is None or self._told:
+            return ()
+        self._told = True
+        return (
+            f"host copies stop at step {self.aligned} until the next restart, the storage goes on: "
+            f"{self.broken}",
+        )
 
     def close(self, *, wait: bool) -> None:
         """Ends the thread; with `wait` the round under way comes to its end first."""
@@ -149,19 +162,19 @@ class Replicator:
                 self._copied.set()
                 self._over.set()
 
-    def _round(self, image: Image, ready: Callable[[], None]) -> None:
+    def _round(self, image: Image, reading: AbstractContextManager[None]) -> None:
         began = time.monotonic()
         box = self.boxes[self._rank, self._rank]
         slot = slot_to_fill(box.steps(), self.aligned)
         box.wipe(slot)
-        ready()
-        _fill(box, slot, image)
+        with reading:
+            _fill(box, slot, image)
         if self._void:
             raise HostCopyError(f"the copy of step {image.step} took more than wait_s={self._wait_s:g} s")
         self._copied.set()
         copied = time.monotonic()
         record = self._record(image, box, slot)
-        sent_before = self._exchange.sent_bytes
+        sent_before, received_before = self._exchange.sent_bytes, self._exchange.received_bytes
         wanted = self._make_room()
         good = self._exchange.swap(Filled(box, slot, record), self._placement.keepers[self._rank], wanted)
         box.seal(slot, record)  # not before: own copy and replica count from the same exchange on
@@ -173,7 +186,10 @@ class Replicator:
                 step=image.step,
                 copy_s=copied - began,
                 exchange_s=time.monotonic() - copied,
-                host_bytes=(1 + len(wanted)) * (record.meta_bytes + record.data_bytes),
+                host_bytes=record.meta_bytes
+                + record.data_bytes
+                + self._exchange.received_bytes
+                - received_before,
                 sent_bytes=self._exchange.sent_bytes - sent_before,
                 aligned=aligned,
             )
@@ -194,13 +210,27 @@ class Replicator:
         return wanted
 
 
-def _ready(sources: Sequence[Tensor]) -> Callable[[], None]:
-    """What the replicator calls before it reads: on an accelerator the work queued so far must be over."""
-    if not sources or sources[0].device.type == "cpu":
-        return lambda: None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(sources[0].device))
-    return lambda: event.synchronize()
+def _reading(sources: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Made in the training thread, entered by the replicator: inside, the sources are those of now.
+
+    On an accelerator the copies run on a stream of their own, after all work that is queued now, and have
+    ended at the exit.
+    """
+    device = sources[-1].device
+    if device.type == "cpu":
+        return nullcontext()
+    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    ready.record(torch.cuda.current_stream(device))
+    return _beside(device, ready)
+
+
+@contextmanager
+def _beside(device: torch.device, ready: torch.cuda.Event) -> Iterator[None]:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_event(ready)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def _fill(box: Box, slot: int, image: Image) -> None:
