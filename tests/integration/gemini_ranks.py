@@ -22,6 +22,7 @@ from tests.integration.gemini_hosts import SocketHosts
 RUN = "run-1"
 CHUNK = 1000
 SLACK = 100
+NOBODY = 1 << 30
 
 
 def size_of(rank: int) -> int:
@@ -40,11 +41,13 @@ def image(rank: int, step: int) -> Image:
 class Life:
     """One life of the worker group on this rank: looks for what there is, then copies."""
 
-    def __init__(self, folder: str, where: str, attempt: bytes, wait_s: float = 20) -> None:
+    def __init__(
+        self, folder: str, where: str, attempt: bytes, wait_s: float = 20, pid: int | None = None
+    ) -> None:
         self.rank = dist.get_rank()
         self.hosts = SocketHosts(folder, where[self.rank])
         self.exchange = Exchange(CHUNK, wait_s)
-        self.hosts.own().enter(RUN, attempt, os.getpid())
+        self.hosts.own().enter(RUN, attempt, pid or os.getpid())
         self.finder = Finder(self.hosts, self.exchange, RUN)
         self.placement = place(self.finder.places)
         self._attempt, self._wait_s = attempt, wait_s
@@ -81,6 +84,8 @@ class Life:
 def play(folder: str, *story: tuple[Any, ...]) -> list[Any]:
     """Lives of one group of processes, and what befalls the hosts between them.
 
+    Each life has a process id of its own that nobody has: those of the lives before are dead.
+
     ("copy", where, *steps)       a life that goes on from what it finds and copies these steps
     ("end", *hosts)               hosts are lost
     ("damage", keeper, shard, step)   one byte of a copy is flipped
@@ -96,7 +101,7 @@ def play(folder: str, *story: tuple[Any, ...]) -> list[Any]:
 
 
 def _copy(folder: str, attempt: bytes, where: str, *steps: int) -> None:
-    life = Life(folder, where, attempt)
+    life = Life(folder, where, attempt, pid=NOBODY)
     life.begin(life.find().decision.step)
     life.copy(*steps)
     life.replicator.close(wait=True)
@@ -115,7 +120,7 @@ def _damage(folder: str, attempt: bytes, keeper: int, shard: int, step: int) -> 
 
 
 def _find(folder: str, attempt: bytes, where: str, remote: int | None = None) -> tuple[Any, ...]:
-    decision = Life(folder, where, attempt).find(remote).decision
+    decision = Life(folder, where, attempt, pid=NOBODY).find(remote).decision
     return decision.kind, decision.step, tuple(source.how for source in decision.sources)
 
 
