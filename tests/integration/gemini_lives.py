@@ -69,8 +69,8 @@ def story(tmp: str, folder: str) -> dict[str, Any]:
     end_hosts(folder, b"", "b")
     told["host b died"] = life(run, folder, "ac", 8, seed=2)
     end_hosts(folder, b"", "a", "c")
-    told["both hosts died"] = life(run, folder, "de", 10, seed=3, last=True)
     told["refused"] = refused(f"{tmp}/refused", folder)
+    told["both hosts died"] = life(run, folder, "de", 10, seed=3, last=True)
     return told
 
 

@@ -187,7 +187,7 @@ def gate_and_pressure(folder: str, where: str) -> dict[str, Any]:
 
 def a_late_copy(folder: str, where: str) -> tuple[str | None, Any]:
     """The optimizer goes on before the copy is whole: it never counts, on any rank."""
-    life = Life(folder, where, b"life-one", wait_s=2)
+    life = Life(folder, where, b"life-one", wait_s=1)
     replicator = life.begin()
     life.copy(1)
     may_end, whole_round = threading.Event(), replicator._round

@@ -9,6 +9,7 @@ import pytest
 from app.baselines.gemini.host import HostStore
 from app.baselines.gemini.memory import HostMemoryError, attach
 from app.baselines.gemini.records import BoxShape
+from layercheck.errors import ConfigError
 from tests.harness import run_ranks
 from tests.integration.gemini_hosts import hosts
 from tests.integration.gemini_ranks import (
@@ -131,6 +132,14 @@ def test_memory_has_no_name_that_could_outlive_the_store(tmp_path):
     mapped = attach(region)
     assert set(os.listdir("/dev/shm")) == before
     assert len(mapped) == shape.nbytes
+
+
+def test_a_store_refuses_what_its_host_cannot_hold(monkeypatch):
+    monkeypatch.setattr("app.baselines.gemini.host.free_bytes", lambda: 20_000)
+    store = HostStore("a")
+    with pytest.raises(ConfigError, match=r"needs .* GB of memory on host a"):
+        store.open({(0, 0): BoxShape(100, 10_000)}, 10)
+    store.open({(0, 0): BoxShape(100, 100)}, 10)
 
 
 def test_another_run_of_the_same_name_finds_nothing_and_frees_the_memory():

@@ -20,10 +20,11 @@ from app.baselines.gemini.host import HostCalls, HostStore, Key
 from app.baselines.gemini.memory import HostMemoryError, Region
 from app.baselines.gemini.records import BoxShape
 from cluster.coordinator import NAMESPACE, coordinator_name
-from layercheck.errors import LayerCheckError
+from layercheck.errors import ConfigError, LayerCheckError
 
 _LOOK_S = 1.0
-_START_S = 60.0
+_OWN_S = 600.0
+"""Limit of a call to the own host: it starts a process, or reserves the memory of many ranks."""
 
 
 class Hosts(Protocol):
@@ -78,13 +79,18 @@ class RayHosts:
         run: run name.
         storage: storage of the run: the same name elsewhere is another run.
         keep_s: seconds for which stores outlive the last trainer of their host.
-        call_s: limit of one call.
+        call_s: limit of one call to another host's store.
+
+    Raises:
+        ConfigError: this is no process of a Ray cluster.
     """
 
     def __init__(self, run: str, storage: str, keep_s: float, call_s: float) -> None:
         self._name = coordinator_name(run, storage).replace("layercheck:", "gemini:", 1)
         self._keep_s, self._call_s = keep_s, call_s
-        self.here = ray.get_runtime_context().get_node_id()
+        if not ray.is_initialized():
+            raise ConfigError("checkpoint.method=gemini keeps its copies in Ray actors: start it under Ray")
+        self.here: str = ray.get_runtime_context().get_node_id()
 
     def own(self) -> HostCalls:  # noqa: D102
         options = {
@@ -98,7 +104,7 @@ class RayHosts:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(self.here, soft=False),
         }
         actor = ray.remote(HostActor).options(**options).remote(self.here, self._keep_s)
-        return _ActorHost(self.here, actor, max(self._call_s, _START_S))
+        return _ActorHost(self.here, actor, max(self._call_s, _OWN_S))
 
     def living(self) -> dict[str, HostCalls]:  # noqa: D102
         return {host: _ActorHost(host, actor, self._call_s) for host, actor in self._actors()}
