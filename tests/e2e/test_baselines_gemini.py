@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,7 @@ TRAINER = "ray::RayTrainWorker"
 
 
 def test_trainers_then_a_node_then_both_nodes_of_a_shard_are_lost(tmp_path):
-    run = Deaths(tmp_path / "killed", **SETTINGS, **{"faults.kill": "[{rank: 1, step: 6}]"})
+    run = Deaths(_folder(tmp_path, "killed"), **SETTINGS, **{"faults.kill": "[{rank: 1, step: 6}]"})
     with ExitStack() as stack:
         head = stack.enter_context(start_head(num_cpus=0))
         nodes = [stack.enter_context(start_node(head, 1)) for _ in range(5)]
@@ -36,7 +37,7 @@ def test_trainers_then_a_node_then_both_nodes_of_a_shard_are_lost(tmp_path):
             node.kill()
         run.wait_for_step(run.reached(3), attempt=4)
         run.end_driver()
-        reference = Deaths(tmp_path / "reference", **{**SETTINGS, "checkpoint.method": "none"})
+        reference = Deaths(_folder(tmp_path, "reference"), **{**SETTINGS, "checkpoint.method": "none"})
         reference.settings["train.steps"] = run.reached(4)
         reference.submit(stack.enter_context(start_head(num_cpus=2)))
         assert reference.finish() == 0, reference.words()
@@ -68,13 +69,18 @@ def test_a_store_that_dies_alone_is_replaced_and_its_rank_pulls_from_the_peer(tm
     assert json.loads(receipt.read_text())["source"].startswith("host memory")
 
 
+def _folder(parent: Path, name: str) -> Path:
+    (parent / name).mkdir()
+    return parent / name
+
+
 def _training(nodes: list[PrivateNode]) -> list[PrivateNode]:
     found = [node for node in nodes if processes_of(node, TRAINER)]
     assert len(found) == 2, "each rank was to have a node of its own"
     return found
 
 
-def _receipts(run: Deaths) -> list:
+def _receipts(run: Deaths) -> list[Path]:
     return list((run.run / "gemini" / "attempts").glob("*.receipt.json"))
 
 

@@ -60,7 +60,7 @@ def test_a_ring_of_three_survives_the_loss_of_one_host(tmp_path):
         assert told(tmp_path, 3, *story) == [("peer", 2, ("own", "peer", "own"))]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_in_the_exchange_falls_back_one_aligned_step(tmp_path, victim):
     with hosts(tmp_path / "hosts", "a", "b"):
         folder = str(tmp_path / "hosts")

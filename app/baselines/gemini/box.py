@@ -32,7 +32,7 @@ class Box:
     def steps(self) -> tuple[int | None, int | None]:
         """The step that each slot holds, None for none."""
         first, second = (self.record(slot) for slot in range(NUM_SLOTS))
-        return first and first.step, second and second.step
+        return None if first is None else first.step, None if second is None else second.step
 
     def record(self, slot: int) -> SlotRecord | None:
         """The record of a slot, if it is valid."""
@@ -72,7 +72,7 @@ def digest_of(*parts: Tensor) -> bytes:
     digest = xxh3_128()
     for part in parts:
         for piece in pieces(part, _PIECE_BYTES):
-            digest.update(memoryview(piece.numpy()))
+            digest.update(piece.numpy().data)
     return digest.digest()
 
 

@@ -74,7 +74,7 @@ class GeminiCopies:
         finder = Finder(self._hosts, self._exchange, self._run_id)
         self._placement = place(finder.places)
         plan_s, store = time.monotonic() - started, self._committer.store
-        newest = on_rank_zero(lambda: (store.committed() or [None])[0])
+        newest = on_rank_zero(lambda: next(iter(store.committed()), None))
         found, stored = finder.find(newest), None
         if found.decision.kind == "remote":
             stored, error = self._from_storage()

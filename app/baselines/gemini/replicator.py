@@ -33,7 +33,6 @@ from app.baselines.gemini.placement import Placement
 from app.baselines.gemini.records import BoxShape, SlotRecord, slot_to_fill
 from layercheck.errors import LayerCheckError
 
-
 _ROUND_WAITS = 10
 """A round has many transfers, each with a limit of its own."""
 
