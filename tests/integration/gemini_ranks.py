@@ -185,6 +185,23 @@ def gate_and_pressure(folder: str, where: str) -> dict[str, Any]:
     return seen
 
 
+def a_bad_round(folder: str, where: str) -> list[Any]:
+    """Rank 1 takes in a damaged copy of step 2: its aligned step and what its host holds, after each step."""
+    life = Life(folder, where, b"life-one")
+    replicator = life.begin()
+    swap = life.exchange.swap
+    seen = []
+    for step in (1, 2, 3):
+        spoilt = life.rank == 1 and step == 2
+        life.exchange.swap = (lambda *args: swap(*args) and False) if spoilt else swap  # type: ignore
+        life.copy(step)
+        dist.barrier()
+        held = {copy.record.step for copy in life.hosts.own().copies(RUN)}
+        seen.append((replicator.aligned, sorted(held)))
+        dist.barrier()
+    return seen
+
+
 def a_late_copy(folder: str, where: str) -> tuple[str | None, Any]:
     """The optimizer goes on before the copy is whole: it never counts, on any rank."""
     life = Life(folder, where, b"life-one", wait_s=1)

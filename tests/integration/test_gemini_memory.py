@@ -13,6 +13,7 @@ from layercheck.errors import ConfigError
 from tests.harness import run_ranks
 from tests.integration.gemini_hosts import hosts
 from tests.integration.gemini_ranks import (
+    a_bad_round,
     a_late_copy,
     die_in_the_exchange,
     gate_and_pressure,
@@ -100,6 +101,12 @@ def test_the_update_waits_for_the_copy_and_the_next_copy_for_the_exchange(tmp_pa
     with hosts(tmp_path / "hosts", "a", "b"):
         for seen in run_ranks(2, tmp_path, gate_and_pressure, str(tmp_path / "hosts"), "ab"):
             assert [what for what, is_so in seen.items() if not is_so] == []
+
+
+def test_a_round_that_failed_on_one_rank_counts_on_none_and_the_next_one_is_tried(tmp_path):
+    with hosts(tmp_path / "hosts", "a", "b"):
+        found = run_ranks(2, tmp_path, a_bad_round, str(tmp_path / "hosts"), "ab")
+    assert found == [[(1, [1]), (1, [1, 2]), (3, [1, 3])]] * 2  # 3 takes the place of 2, not that of 1
 
 
 def test_a_copy_that_the_optimizer_overtook_never_counts(tmp_path):
