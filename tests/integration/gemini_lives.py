@@ -10,7 +10,7 @@ from layercheck.zero3 import Zero3Engine
 from tests import micro
 from tests.integration.gemini_hosts import SocketHosts
 from tests.integration.gemini_ranks import _end as end_hosts
-from tests.integration.methods import live_state, open_method
+from tests.integration.methods import open_method, state_of
 
 STORAGE_EVERY = 3
 
@@ -24,14 +24,7 @@ def uninterrupted(steps: int) -> tuple[dict[int, float], dict[str, Any]]:
     """Losses and the last state of a run that saves nothing."""
     engine = micro.build(0)
     losses = {step: micro.train_step(engine, step) for step in range(1, steps + 1)}
-    return losses, state_of(engine)
-
-
-def state_of(engine: Any) -> dict[str, Any]:
-    class Session:
-        _zero3 = Zero3Engine(engine)
-
-    return live_state(Session())  # type: ignore[arg-type]
+    return losses, state_of(Zero3Engine(engine))
 
 
 def life(run: str, folder: str, where: str, until: int, seed: int, last: bool = False) -> dict[str, Any]:
@@ -52,7 +45,7 @@ def life(run: str, folder: str, where: str, until: int, seed: int, last: bool = 
         "first": point.step,
         "source": point.receipt and point.receipt.source,  # type: ignore[attr-defined]
         "losses": losses,
-        "state": live_state(session),
+        "state": state_of(method._zero3),
         "written_at": [report.step for report in reports if report.bytes_written],
         "alerts": [alert for report in reports for alert in report.alerts],
     }
