@@ -83,6 +83,8 @@ class GeminiCopies:
             if found.shard is None and error is not None:
                 raise error
         if found.shard is None:
+            if stored is None:
+                self._go_on_from(0)
             return stored
         return self._from_memory(found, plan_s, time.monotonic() - started - plan_s)
 
