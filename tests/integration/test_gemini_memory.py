@@ -142,7 +142,7 @@ def test_memory_has_no_name_that_could_outlive_the_store(tmp_path):
 
 
 def test_a_store_refuses_what_its_host_cannot_hold(monkeypatch):
-    monkeypatch.setattr("app.baselines.gemini.host.free_bytes", lambda: 20_000)
+    monkeypatch.setattr("app.baselines.gemini.host.free_bytes", lambda: 30_000)
     store = HostStore("a")
     with pytest.raises(ConfigError, match=r"needs .* GB of memory on host a"):
         store.open({(0, 0): BoxShape(100, 10_000)}, 10)
