@@ -106,7 +106,7 @@ def start_coordinator(
 def collect_rarely() -> None:
     """Makes Python look for garbage cycles less often: a full look at this process takes up to 50 ms.
 
-    Rows that come and go would cause one every few events. They form no cycles, so nothing heaps up meanwhile.
+    Rows that come and go would cause one every few events. They form no cycles: nothing heaps up meanwhile.
     """
     gc.freeze()
     gc.set_threshold(_OBJECTS_BETWEEN_LOOKS, 20, 20)

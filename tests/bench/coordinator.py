@@ -3,10 +3,9 @@
     python -m tests.bench.coordinator [--ranks 1024] [--events 120] [--json FILE]
     python -m tests.bench.coordinator --memory [--events 100000]
 
-The coordinator is the real one on a local disk, commits fsynced, collection at work, the process set up as its
-actor is; what the ranks send
-arrives as bytes, as over Ray, and is unpickled inside the measured time. The shard files are empty: their
-bytes never pass the coordinator, but collection has to delete them.
+The coordinator is the real one on a local disk, commits fsynced, collection at work, the process set up as
+that of its actor; what the ranks send arrives as bytes, as over Ray, and is unpickled inside the measured
+time. The shard files are empty: their bytes never pass the coordinator, but collection has to delete them.
 
 `records_per_s` counts rows (one layer of one rank) against all the time spent in calls, `records_per_cpu_s`
 against the processor time of it: what is left of the figure on a machine that others use, too. A commit takes
