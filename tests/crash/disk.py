@@ -201,10 +201,13 @@ class DiskCalls:
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._disk.watch.check(self._owner)
-        (buffer,) = buffers
-        data = self._file(self._open_files[fd][0]).data[offset : offset + len(buffer)]
-        buffer[: len(data)] = data
-        return len(data)
+        data = memoryview(self._file(self._open_files[fd][0]).data)[offset:]
+        left = len(data)
+        for buffer in buffers:
+            part = data[: len(buffer)]
+            buffer[: len(part)] = part
+            data = data[len(part) :]
+        return left - len(data)
 
     def fsync(self, fd: int) -> None:
         number, path = self._open_files[fd]

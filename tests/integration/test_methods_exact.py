@@ -125,7 +125,7 @@ def test_the_books_say_what_was_saved_and_what_came_back(lives: tuple[Path, list
     numel = sum(
         value.size for rank in ranks for key, value in rank["none"]["state"].items() if key.endswith("fp32")
     )
-    assert 12 * numel <= costs["bytes"] <= 12 * numel + 400_000
+    assert 12 * numel <= costs["bytes"] <= 12 * numel + 500_000, "headers of each tensor aside"
     assert costs["bytes"] == costs["mean_event_bytes"]
     kept = sorted(path.parent.name for path in (folder / name).glob("m/step-*/commit.json"))
     assert kept == ["step-00000006", "step-00000009"], "two commits stay"
