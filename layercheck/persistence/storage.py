@@ -155,6 +155,9 @@ class LocalStorage:
             existed = self._kind(target) is not None
             temp = self._write_temp(folder, chunks)
             try:
+                if existed:
+                    # Where the old name goes before the new one comes, a power cut must leave the temp name.
+                    self._fsync_folder(folder)
                 self._replace(temp, target)
                 self._fsync_folder(folder)
             except BaseException:
