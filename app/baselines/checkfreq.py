@@ -13,8 +13,9 @@ from app.baselines.settings import CheckFreqSettings
 from app.baselines.state import Captured, StateImage, capture, install
 from layercheck.errors import StorageError
 from layercheck.manifest import TrainerState
+from layercheck.partition import SubGroup
 from layercheck.recovery.collectives import on_rank_zero
-from layercheck.zero3 import SubGroup, Zero3Engine
+from layercheck.zero3 import Zero3Engine
 
 KEY = "checkfreq"
 

@@ -24,8 +24,9 @@ from app.baselines.protocol import Recovered, StepCost
 from app.baselines.rolling import Background, Books, must_be_saved, roll_back
 from layercheck.errors import StorageError
 from layercheck.manifest import TrainerState
+from layercheck.partition import ParamSlice, SubGroup
 from layercheck.recovery.install import finish
-from layercheck.zero3 import ParamSlice, SubGroup, Zero3Engine
+from layercheck.zero3 import Zero3Engine
 
 SCALARS = "optimizer_scalars"
 
@@ -75,26 +76,18 @@ class DcpAsync:
     def _load(self, commit: Commit, _: None) -> None:
         zero3 = self._zero3
         reader = dcp.FileSystemReader(self._folder(commit.step))
-        saved = reader.read_metadata().state_dict_metadata
         parts = {part.spec.name: part for part in self._parts()}
-        into = {name: self._room(parts[name.rpartition("/")[0]], saved[name]) for name in saved}
-        dcp.load(dict(into), storage_reader=reader, process_group=self._group)
-        tensors: dict[str, dict[str, Tensor]] = {name: {} for name in parts}
-        for key, tensor in into.items():
-            name, _, state = key.rpartition("/")
-            tensors[name][state] = tensor.to_local()
         zero3.begin_install()
         for sub_group in zero3.sub_groups:
             zero3.clear_state(sub_group.index)
+        into: dict[str, Any] = {}
+        for name in reader.read_metadata().state_dict_metadata:
+            parameter, _, key = name.rpartition("/")
+            into[name] = self._sharded(parts[parameter], zero3.room(parts[parameter], key))
+        dcp.load(into, storage_reader=reader, process_group=self._group)
         for name, part in parts.items():
-            for key, tensor in tensors[name].items():
-                zero3.room(part, key).copy_(tensor)
             zero3.set_scalars(part, commit.state[SCALARS][name])
         finish(zero3)
-
-    def _room(self, part: ParamSlice, saved: Any) -> DTensor:
-        device = self._zero3.sub_groups[0].flat.device
-        return self._sharded(part, torch.empty(part.numel, dtype=saved.properties.dtype, device=device))
 
     # ------------------------------------------------------------------ saving
 

@@ -12,7 +12,8 @@ from app.baselines.protocol import Recovered, StepCost
 from app.baselines.rolling import Books, must_be_saved, roll_back
 from layercheck.errors import DamagedShardError
 from layercheck.manifest import TrainerState
-from layercheck.zero3 import SubGroup, Zero3Engine
+from layercheck.partition import SubGroup
+from layercheck.zero3 import Zero3Engine
 
 TAG = "state"
 _RANK_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_.*\.pt")

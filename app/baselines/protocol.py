@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from layercheck.manifest import ResumePoint, TrainerState
+from layercheck.partition import SubGroup
 from layercheck.step_report import StepReport
-from layercheck.zero3 import SubGroup
 
 
 class MethodSession(Protocol):

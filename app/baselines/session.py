@@ -10,11 +10,12 @@ from app.baselines.attempts import AttemptBook, Before, MethodReceipt, outage_s,
 from app.baselines.protocol import Baseline, StepCost
 from layercheck.errors import LayerCheckError, NonFiniteStateError
 from layercheck.manifest import ResumePoint, TrainerState
+from layercheck.partition import SubGroup
 from layercheck.persistence.storage import Storage
 from layercheck.recovery.collectives import on_rank_zero
 from layercheck.step_report import StepReport
 from layercheck.watchdog import Watchdog
-from layercheck.zero3 import SubGroup, Zero3Engine
+from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger("app")
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from layercheck.errors import StoreMismatchError
 from layercheck.manifest import EventId
+from layercheck.partition import ParamSlice
 from layercheck.persistence.shard_file import ShardHeader, ShardLayout, TensorRange, header_of
 from layercheck.persistence.snapshot import lay_out
 from layercheck.recovery.install import finish
-from layercheck.zero3 import ParamSlice, Zero3Engine
+from layercheck.zero3 import Zero3Engine
 
 BLOCK_BYTES = 8 << 20
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
@@ -114,9 +115,9 @@ def install(zero3: Zero3Engine, image: Tensor, name: str) -> None:
         ranges.setdefault(tensor.parameter, []).append(tensor)
     for part in (part for parts in zero3.slices.values() for part in parts):
         tensors = {found.state: _tensor(image, found) for found in ranges[part.spec.name]}
-        scalars = {key: each.model_dump() for key, each in header.slices[part.spec.name].state.items()}
         for key, tensor in tensors.items():
             zero3.room(part, key).copy_(tensor)
+        scalars = {key: each.model_dump() for key, each in header.slices[part.spec.name].state.items()}
         zero3.set_scalars(part, scalars)
     finish(zero3)
 
