@@ -40,8 +40,20 @@ def assert_same(left: dict[str, Any], right: dict[str, Any], where: str = "") ->
 # ---------------------------------------------------------------- every step of a run, replayed
 
 
+def _delay_next_copy(copier: Any, late_s: float = 0.6) -> None:
+    """It begins long after the next backward would overwrite the gradient."""
+    mark = copier.mark
+
+    def late() -> Any:
+        copier.mark = mark
+        copier._thread.submit(time.sleep, late_s)
+        return mark()
+
+    copier.mark = late
+
+
 def _replay_every_step(folder: str, settings: dict[str, Any], build: dict[str, Any]) -> dict[str, Any]:
-    """Trains with a slow copier and an overflow, then replays from the base of step 0 and looks each time."""
+    """Trains with a late copy and an overflow, then replays from the base of step 0 and looks each time."""
     live: dict[int, dict[str, Any]] = {}
     handles: list[Any] = []
     norms = []
@@ -49,7 +61,8 @@ def _replay_every_step(folder: str, settings: dict[str, Any], build: dict[str, A
     def look(session: BaselineSession, step: int) -> None:
         live[step] = state_of(session._zero3)
         norms.append(float(session._zero3.grad_norm()))
-        session.method._thread_copier._thread.submit(time.sleep, 0.05)  # the next copy is late
+        if step == 1:
+            _delay_next_copy(session.method._thread_copier)
         while handles:
             handles.pop().remove()
         if step + 1 == OVERFLOW:
