@@ -80,3 +80,21 @@ def test_a_killed_run_ends_bit_for_bit_as_an_undisturbed_one(
     assert found["events"] >= 2
     assert found["bytes_written"] > 0
     assert found["layer_writes"] == found["events"] * len(found["resumed"][0]["ages"])
+
+
+def test_lowdiff_killed_between_two_bases_ends_as_its_own_undisturbed_run(
+    head: PrivateHead, tmp_path: Path
+) -> None:
+    """Top-k changes training, so its reference is itself."""
+    settings = {"mode": "topk", "batch": 2, "base_every": 5}
+    changed = {f"checkpoint.baseline.lowdiff.{key}": value for key, value in settings.items()}
+    plain = _run(head, tmp_path / "plain", "lowdiff", **changed)
+    kills = [{"rank": 1, "step": 9}]
+    folder = _run(head, tmp_path / "killed", "lowdiff", **changed, **{"faults.kill": kills})
+    assert _end(folder) == _end(plain)
+    found = summary(folder)
+    assert (found["status"], found["method"], found["attempts"]) == ("completed", "lowdiff", 2)
+    (resumed,) = found["resumed"]
+    assert resumed["resume_step"] <= resumed["t_fail"] + 1 <= 10
+    assert resumed["resume_step"] % 2 == 1, "a recovery ends where a batch does"
+    assert resumed["resume_step"] > 1, "nothing was recovered"
