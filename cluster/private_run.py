@@ -19,9 +19,17 @@ class PrivateRun:
         name: of the run.
         config: a name in `app/configs/`, or a YAML file.
         settings: `--set` items beyond that file.
+        head: of somebody else, who ends it; None: one of its own.
     """
 
-    def __init__(self, folder: Path, name: str, config: str, settings: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        config: str,
+        settings: tuple[str, ...] = (),
+        head: PrivateHead | None = None,
+    ) -> None:
         self.folder = folder
         self.name = name
         self.storage = folder / "storage"
@@ -30,7 +38,7 @@ class PrivateRun:
         self.num_submissions = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._config, self._settings = config, settings
-        self._head: PrivateHead | None = None
+        self._head, self._has_own_head = head, head is None
         self._driver: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -58,9 +66,9 @@ class PrivateRun:
             )
 
     def stop(self) -> None:
-        """Ends everything that belongs to the run."""
+        """Ends everything that belongs to the run; of a head of somebody else, the driver alone."""
         self.end_submission()
-        if self._head is not None:
+        if self._head is not None and self._has_own_head:
             self._head.kill()
             self._head = None
 

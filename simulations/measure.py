@@ -1,28 +1,63 @@
-"""`python -m simulations.measure saving --out DIR [--quick]`: what saving costs on this machine."""
+"""`python -m simulations.measure saving|methods --out DIR [--quick]`: what saving costs on this machine.
 
+`saving` writes `saving.json`: LayerCheck beside stock DeepSpeed. `methods` runs every method in short blocks,
+in a shuffled order, and writes `comparison.json`, `comparison.md`, pictures, and `costs.json`, which
+`python -m simulations.ettr --costs DIR` reads. Needs the machine to itself.
+"""
+
+# ruff: noqa: T201
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from layercheck.errors import LayerCheckError
-from simulations.saving.run import measure_saving
+from layercheck.errors import ConfigError, LayerCheckError
+from simulations.comparison.arms import METHODS
+from simulations.comparison.run import measure_methods, order_of
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 0 measured, 1 failed."""
-    parser = argparse.ArgumentParser(prog="python -m simulations.measure", description=__doc__)
-    parser.add_argument("what", choices=["saving"])
-    parser.add_argument("--out", required=True, type=Path, help="folder for saving.json")
-    parser.add_argument("--quick", action="store_true", help="fewer steps, about ten minutes")
-    options = parser.parse_args(arguments)
+    """Returns the exit code: 0 measured, 1 failed, 2 wrong input."""
+    options = _parser().parse_args(arguments)
+    # A signal would otherwise just end this process, and leave what it has started.
+    for sig in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sig, _leave)
     try:
-        result = measure_saving(options.out, options.quick)
+        result = _saving(options) if options.what == "saving" else _methods(options)
     except LayerCheckError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 1
-    print(json.dumps(result, indent=2))  # noqa: T201
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    print(json.dumps(result, indent=2))
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m simulations.measure", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("what", choices=["saving", "methods"])
+    parser.add_argument("--out", required=True, type=Path, help="folder for the results")
+    parser.add_argument("--quick", action="store_true", help="fewer steps, 10 to 15 minutes")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="of `methods`: some of them")
+    parser.add_argument("--seed", type=int, default=0, help="of `methods`: of the order of the blocks")
+    return parser
+
+
+def _saving(options: argparse.Namespace) -> dict[str, Any]:
+    from simulations.saving.run import measure_saving  # loads torch, which `methods` leaves to the workers
+
+    return measure_saving(options.out, options.quick)
+
+
+def _methods(options: argparse.Namespace) -> dict[str, Any]:
+    order = order_of(options.out, options.methods, options.quick, options.seed)
+    return measure_methods(order, lambda text: print(text, file=sys.stderr, flush=True))
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,28 @@ def draw_breakdown(outcomes: Sequence[Outcome], path: Path, mtbf_h: float = 0.5)
     _save(figure, path)
 
 
+def draw_stacks(panels: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path, label: str) -> None:
+    """Stacked bars.
+
+    Args:
+        panels: title -> bar -> part -> height; all bars of a panel have the same parts.
+        path: without suffix; `.png` and `.svg` are written.
+        label: of the heights.
+    """
+    figure, axes = _figure(len(panels), 5.2, 4.2)
+    for panel, (title, bars) in zip(axes, panels.items(), strict=True):
+        bottom = [0.0] * len(bars)
+        for part, colour in zip(next(iter(bars.values())), _COLOURS, strict=False):
+            heights = [bar[part] for bar in bars.values()]
+            panel.bar(list(bars), heights, bottom=bottom, color=colour, label=part.replace("_", " "))
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        panel.set_title(title.replace("_", " "))
+        panel.tick_params(axis="x", labelrotation=30)
+    axes[0].set_ylabel(label)
+    axes[-1].legend(fontsize=7)
+    _save(figure, path)
+
+
 def draw_lines(
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     path: Path,

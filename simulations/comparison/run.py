@@ -1,0 +1,188 @@
+"""Runs all blocks of a comparison and writes what they came to.
+
+After each block `blocks.json` holds all so far: a failure of a later one costs none of them. What a block
+stored is deleted once it was read: the full states of all would fill a disk.
+"""
+
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from app.config import load_config
+from app.measure import regime
+from app.measure.timed_runs import WORLD_SIZE, TimedRuns
+from layercheck.errors import ConfigError
+from simulations.comparison import arms, figures
+from simulations.comparison.arms import FULL, QUICK, Arm, Length
+from simulations.comparison.as_costs import costs_of
+from simulations.comparison.block import Block
+from simulations.comparison.pictures import draw
+from simulations.comparison.read import read_block
+from simulations.comparison.result import comparison, markdown
+
+_FOR_ALL = (
+    "train.schedule=constant",
+    "train.lr_warmup_steps=2",
+    "checkpoint.settings.metrics_flush_s=2",
+    "cluster.max_failures=3",
+    "report_every_s=5",
+)
+"""What all blocks share, beside the model and the data."""
+_QUICK_CONFIG = "campaign"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be measured, checked."""
+
+    out: Path
+    methods: tuple[str, ...]
+    length: Length
+    seed: int
+    quick: bool
+
+
+def order_of(out: Path, methods: Sequence[str], quick: bool, seed: int) -> Order:
+    """Checks what was asked for.
+
+    Raises:
+        ConfigError: there is no such method, or the folder is not empty.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(
+            f"out={out} is not empty: give a new folder, blocks are never mixed with older ones"
+        )
+    return Order(out, arms.check_methods(methods), QUICK if quick else FULL, seed, quick)
+
+
+def measure_methods(order: Order, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measures, writes `costs.json`, `comparison.json`, `comparison.md` and pictures; returns the second.
+
+    Raises:
+        LayerCheckError: a run failed.
+    """
+    order.out.mkdir(parents=True, exist_ok=True)
+    config = _write_config(order)
+    blocks: list[Block] = []
+    with TimedRuns(config) as runs:
+        interval = _Blocks(order, runs, blocks, say).all()
+    return write_results(order, blocks, interval)
+
+
+class _Blocks:
+    """Runs the passes one after the other."""
+
+    def __init__(
+        self, order: Order, runs: TimedRuns, blocks: list[Block], say: Callable[[str], None]
+    ) -> None:
+        self._order, self._runs, self._blocks, self._say = order, runs, blocks, say
+        self._done = 0
+
+    def all(self) -> int:
+        """Returns the interval, in steps, at which recoveries were compared."""
+        order = self._order
+        by_name = {arm.name: arm for arm in arms.steady_arms(order.methods, order.length)}
+        steady = list(by_name)
+        killed = [f"{method}-killed" for method in order.methods]
+        first, *later = arms.passes(order.length, steady, killed, order.seed)
+        self._total = len(first) + sum(len(each) for each in later)
+        self._pass(first, by_name)
+        interval = figures.matched_interval(self._blocks)
+        by_name |= {arm.name: arm for arm in arms.killed_arms(order.methods, order.length, interval)}
+        for each in later:
+            self._pass(each, by_name)
+        return interval
+
+    def _pass(self, names: Sequence[tuple[str, int]], by_name: dict[str, Arm]) -> None:
+        for name, number in names:
+            self._blocks.append(self._block(by_name[name], number))
+            (self._order.out / "blocks.json").write_text(
+                json.dumps([block.content() for block in self._blocks], indent=1) + "\n"
+            )
+
+    def _block(self, arm: Arm, number: int) -> Block:
+        self._done += 1
+        name = f"{arm.name}-{number}"
+        folder = self._order.out / "blocks" / name
+        t_iter_s = figures.step_time(self._blocks).value if arm.kill_step is not None else 0.0
+        run = self._runs.run(folder, name, (*arm.settings, f"train.steps={arm.steps}"), 2 * arm.steps)
+        block = read_block(arm, number, run, t_iter_s)
+        shutil.copy(run.folder / "summary.json", folder / "summary.json")
+        shutil.rmtree(folder / "storage")
+        self._say(f"{self._done}/{self._total} {name}: {_in_words(block)}")
+        return block
+
+
+def _in_words(block: Block) -> str:
+    if block.recovered is not None:
+        return f"recovered in {block.recovered.total_s:.1f} s"
+    return f"{block.cycle_s:.3f} s a step, stall {1000 * sum(block.stall_s) / len(block.stall_s):.1f} ms"
+
+
+def _write_config(order: Order) -> str:
+    """The configuration of all blocks as a file; methods and lengths are laid over it."""
+    cache = f"data.cache={order.out.absolute() / 'data'}"
+    path = order.out / "config.yaml"
+    if order.quick:
+        content = load_config(_QUICK_CONFIG, (*_FOR_ALL, cache)).resolved()
+    else:
+        # As JSON, which is YAML too.
+        path.write_text(json.dumps(regime.config(str(order.out.absolute()), "layer", 1).resolved()))
+        content = load_config(str(path), (*_FOR_ALL, cache)).resolved()
+    # The warm-up of the regime is not that of these blocks; each arm gives its own.
+    content["checkpoint"]["settings"] = _limits(content["checkpoint"]["settings"])
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    for arm in arms.steady_arms(order.methods, order.length):
+        load_config(str(path), (*arm.settings, f"train.steps={arm.steps}"))
+    return str(path.absolute())
+
+
+def _limits(settings: dict[str, Any]) -> dict[str, Any]:
+    """LayerCheck's settings that say nothing of when it writes: those that all methods heed."""
+    return {key: settings[key] for key in ("metrics_flush_s", "storage_wait_s", "hang_s")}
+
+
+# ---------------------------------------------------------------- results
+
+
+def write_results(order: Order, blocks: Sequence[Block], interval: int) -> dict[str, Any]:
+    """Writes every result; returns the content of `comparison.json`."""
+    about = _about(order, blocks)
+    content = comparison(blocks, interval, about)
+    (order.out / "comparison.json").write_text(json.dumps(content, indent=2) + "\n")
+    (order.out / "comparison.md").write_text(markdown(content))
+    costs = costs_of(
+        blocks,
+        figures.regime(blocks, "own"),
+        figures.recoveries(blocks),
+        figures.step_time(blocks),
+        about["machine"],
+        about["model"],
+    )
+    (order.out / "costs.json").write_text(costs.model_dump_json(indent=2) + "\n")
+    draw(content, order.out)
+    return content
+
+
+def _about(order: Order, blocks: Sequence[Block]) -> dict[str, Any]:
+    full_bytes = max(block.full_bytes for block in blocks)
+    parameters = full_bytes / figures.FULL_BYTES_PER_PARAMETER
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "machine": f"{platform.platform()}, {cores} cores, {_memory_gb():.0f} GB",
+        "model": f"{parameters / 1e6:.1f} M parameters on {WORLD_SIZE} ranks, ZeRO-3, bf16",
+        "seed": order.seed,
+        "quick": order.quick,
+        "length": asdict(order.length),
+        "blocks": len(blocks),
+        "load_1min": os.getloadavg()[0],
+    }
+
+
+def _memory_gb() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
