@@ -42,7 +42,7 @@ def read_block(arm: Arm, number: int, run: TimedRun, t_iter_s: float) -> Block:
     if arm.kill_step is not None:
         return _killed(arm, number, run, summary, t_iter_s)
     steps = _measured(arm, run)
-    times = {
+    times: dict[str, Any] = {
         "step_s": tuple(step.end_s - step.begin_s for step in steps),
         "stall_s": tuple(step.stall_s for step in steps),
         "elapsed_s": steps[-1].end_s - steps[0].begin_s,

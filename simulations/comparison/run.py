@@ -1,7 +1,7 @@
 """Runs all blocks of a comparison and writes what they came to.
 
-After each block `blocks.json` holds all so far: a failure of a later one costs none of them. What a block
-stored is deleted once it was read: the full states of all would fill a disk.
+After each block `blocks.json` holds all so far: a failure of a later one costs none of them, `--resume` runs
+what is missing. What a block stored is deleted once it was read: the full states of all would fill a disk.
 """
 
 import json
