@@ -1,7 +1,7 @@
 """Runs all blocks of a comparison and writes what they came to.
 
-After each block `blocks.json` holds all so far: a failure of a later one costs none of them. What a block
-stored is deleted once it was read: the full states of all would fill a disk.
+After each block `blocks.json` holds all so far: a failure of a later one costs none of them, `--resume` runs
+what is missing. What a block stored is deleted once it was read: the full states of all would fill a disk.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +38,48 @@ _QUICK_CONFIG = "campaign"
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What is to be measured, checked."""
+    """What is to be measured, checked; `done` was measured before."""
 
     out: Path
     methods: tuple[str, ...]
     length: Length
     seed: int
     quick: bool
+    done: tuple[Block, ...] = ()
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What has to be the same for blocks to belong together."""
+        return {"methods": list(self.methods), "length": asdict(self.length), "seed": self.seed}
 
 
-def order_of(out: Path, methods: Sequence[str], quick: bool, seed: int) -> Order:
+def order_of(out: Path, methods: Sequence[str], quick: bool, seed: int, resume: bool = False) -> Order:
     """Checks what was asked for.
 
     Raises:
-        ConfigError: there is no such method, or the folder is not empty.
+        ConfigError: there is no such method, the folder is not empty, or it holds another order.
     """
+    order = Order(out, arms.check_methods(methods), QUICK if quick else FULL, seed, quick)
+    if resume:
+        return replace(order, done=_read_blocks(order))
     if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"out={out} is not empty: give a new folder, or --resume to run what is missing")
+    return order
+
+
+def _read_blocks(order: Order) -> tuple[Block, ...]:
+    path = order.out / "blocks.json"
+    try:
+        content = json.loads(path.read_text())
+        before, blocks = content["order"], tuple(Block.of(each) for each in content["blocks"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"out={out} is not empty: give a new folder, blocks are never mixed with older ones"
-        )
-    return Order(out, arms.check_methods(methods), QUICK if quick else FULL, seed, quick)
+            f"--resume: {path} cannot be read ({error!r}): begin anew in a new folder"
+        ) from None
+    for name, value in order.key.items():
+        if before.get(name) != value:
+            raise ConfigError(f"--resume: {path} is of {name}={before.get(name)!r}, asked for is {value!r}")
+    return blocks
 
 
 def measure_methods(order: Order, say: Callable[[str], None]) -> dict[str, Any]:
@@ -68,7 +90,7 @@ def measure_methods(order: Order, say: Callable[[str], None]) -> dict[str, Any]:
     """
     order.out.mkdir(parents=True, exist_ok=True)
     config = _write_config(order)
-    blocks: list[Block] = []
+    blocks = list(order.done)
     with TimedRuns(config) as runs:
         interval = _Blocks(order, runs, blocks, say).all()
     return write_results(order, blocks, interval)
@@ -81,7 +103,8 @@ class _Blocks:
         self, order: Order, runs: TimedRuns, blocks: list[Block], say: Callable[[str], None]
     ) -> None:
         self._order, self._runs, self._blocks, self._say = order, runs, blocks, say
-        self._done = 0
+        self._known = {(block.arm, block.number) for block in blocks}
+        self._num = self._total = 0
 
     def all(self) -> int:
         """Returns the interval, in steps, at which recoveries were compared."""
@@ -100,21 +123,28 @@ class _Blocks:
 
     def _pass(self, names: Sequence[tuple[str, int]], by_name: dict[str, Arm]) -> None:
         for name, number in names:
-            self._blocks.append(self._block(by_name[name], number))
-            (self._order.out / "blocks.json").write_text(
-                json.dumps([block.content() for block in self._blocks], indent=1) + "\n"
-            )
+            self._num += 1
+            if (name, number) not in self._known:
+                self._blocks.append(self._block(by_name[name], number))
+                self._write()
+
+    def _write(self) -> None:
+        """Whole or not at all: an interrupted write would cost all blocks before it."""
+        content = {"order": self._order.key, "blocks": [block.content() for block in self._blocks]}
+        path = self._order.out / "blocks.json"
+        path.with_suffix(".tmp").write_text(json.dumps(content, indent=1) + "\n")
+        path.with_suffix(".tmp").replace(path)
 
     def _block(self, arm: Arm, number: int) -> Block:
-        self._done += 1
         name = f"{arm.name}-{number}"
         folder = self._order.out / "blocks" / name
+        shutil.rmtree(folder, ignore_errors=True)  # what a run left that did not end
         t_iter_s = figures.step_time(self._blocks).value if arm.kill_step is not None else 0.0
         run = self._runs.run(folder, name, (*arm.settings, f"train.steps={arm.steps}"), 2 * arm.steps)
         block = read_block(arm, number, run, t_iter_s)
         shutil.copy(run.folder / "summary.json", folder / "summary.json")
         shutil.rmtree(folder / "storage")
-        self._say(f"{self._done}/{self._total} {name}: {_in_words(block)}")
+        self._say(f"{self._num}/{self._total} {name}: {_in_words(block)}")
         return block
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from app.config import load_config
 from layercheck.errors import ConfigError, LayerCheckError
-from simulations.comparison import arms, figures
+from simulations.comparison import arms, figures, run
 from simulations.comparison.arms import QUICK, REGIMES, Length
 from simulations.comparison.as_costs import costs_of
 from simulations.comparison.block import Block, LayerInterval, Recovered, Written
@@ -343,3 +343,36 @@ def test_the_reference_and_ours_are_always_measured() -> None:
     assert arms.check_methods(["gemini"]) == ("none", "layercheck", "gemini")
     with pytest.raises(ConfigError, match="--methods 'checkfrequency' is none of none, layercheck"):
         arms.check_methods(["checkfrequency"])
+
+
+# ---------------------------------------------------------------- what was measured before
+
+
+def _measured_before(out: Path, **order: Any) -> None:
+    """A folder with one block of the quick order of one method."""
+    key = run.order_of(out, ["gemini"], quick=True, seed=0).key
+    out.mkdir()
+    content = {"order": {**key, **order}, "blocks": [BLOCKS[0].content()]}
+    (out / "blocks.json").write_text(json.dumps(content))
+
+
+def test_blocks_that_were_measured_before_are_taken_over(tmp_path: Path) -> None:
+    _measured_before(tmp_path / "m")
+    assert run.order_of(tmp_path / "m", ["gemini"], quick=True, seed=0, resume=True).done == (BLOCKS[0],)
+
+
+def test_blocks_of_another_order_are_refused(tmp_path: Path) -> None:
+    _measured_before(tmp_path / "m", seed=4)
+    with pytest.raises(ConfigError, match="is of seed=4, asked for is 0"):
+        run.order_of(tmp_path / "m", ["gemini"], quick=True, seed=0, resume=True)
+
+
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
+    _measured_before(tmp_path / "m")
+    with pytest.raises(ConfigError, match="is not empty"):
+        run.order_of(tmp_path / "m", ["gemini"], quick=True, seed=0)
+
+
+def test_nothing_can_be_resumed_where_nothing_was_measured(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run.order_of(tmp_path, ["gemini"], quick=True, seed=0, resume=True)
