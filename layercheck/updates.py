@@ -32,7 +32,8 @@ class OptimizerCalls:
         optimizer: the optimizer that DeepSpeed calls.
         partitions: flat fp32 tensor of each sub-group, in the order in which they are stepped.
         groups: index into `optimizer.param_groups` of each sub-group.
-        also: something else that makes groups cheap while there are listeners; returns how to end it.
+        batch_norms: makes the gradient norms of many groups cheap while there are listeners, see
+            `group_norms.py`; returns how to end it.
     """
 
     def __init__(
@@ -40,14 +41,14 @@ class OptimizerCalls:
         optimizer: torch.optim.Optimizer,
         partitions: Sequence[Tensor],
         groups: Sequence[int],
-        also: Callable[[], Callable[[], None]],
+        batch_norms: Callable[[], Callable[[], None]],
     ) -> None:
         self._optimizer = optimizer
         self._partitions = tuple(partitions)
         self._groups = tuple(groups)
         self._index_of = {id(partition): index for index, partition in enumerate(partitions)}
-        self._also = also
-        self._end_also: Callable[[], Any] = lambda: None
+        self._batch_norms = batch_norms
+        self._restore_norms: Callable[[], Any] = lambda: None
         self._listeners: tuple[tuple[Before, After], ...] = ()
         self._hooks: list[Any] = []
         self._stepping = -1
@@ -107,7 +108,7 @@ class OptimizerCalls:
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
-        self._end_also = self._also()
+        self._restore_norms = self._batch_norms()
         if f"{type(optimizer).__module__}.".startswith(_EMPTY_GROUPS_DO_NOTHING):
             self._narrow(optimizer)
 
@@ -135,7 +136,7 @@ class OptimizerCalls:
     def _remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._end_also()
+        self._restore_norms()
         if not self._narrowing:
             return
         self._narrowing = False

@@ -95,7 +95,7 @@ def receipt_of(
 
 
 class AttemptBook:
-    """Notes of one attempt on rank 0. Nothing here makes training wait for the storage but `__init__`.
+    """Notes of one attempt on rank 0. Training waits for the storage in `__init__` and `close` alone.
 
     Args:
         storage: the folder of the run.
@@ -118,12 +118,13 @@ class AttemptBook:
         self._storage = storage
         self._name = f"{method}/attempts/a{number:03d}"
         self._receipt = receipt
+        self._noted_receipt: MethodReceipt | None = None
         self._metrics = PartWriter(storage, "metrics", number, flush_s, METRICS)
         self._since = self._last = time.monotonic()
         self._step: dict[str, Any] = {"step": began["r_b"], "time_s": time.time()}
         self._ending = threading.Event()
         storage.write(f"{self._name}.json", [json.dumps(began).encode()])
-        self._write_receipt()
+        self._note_receipt()
         self._thread = threading.Thread(target=self._note, name="app-progress", daemon=True)
         self._thread.start()
 
@@ -159,7 +160,6 @@ class AttemptBook:
             update["replay_s"] = since_s if step == receipt.t_fail else 0.0
         if update:
             self._receipt = receipt.model_copy(update=update)
-            self._write_receipt()
 
     @property
     def receipt(self) -> MethodReceipt | None:
@@ -170,12 +170,16 @@ class AttemptBook:
         """Notes how the attempt ended and what it cost."""
         self._ending.set()
         self._thread.join()
+        self._note_receipt()
         self._put("progress", {**self._step, "ended": how, "costs": costs})
         self._metrics.close()
 
-    def _write_receipt(self) -> None:
-        if self._receipt is not None:
-            self._put("receipt", self._receipt.model_dump(mode="json"))
+    def _note_receipt(self) -> None:
+        """Writes the receipt as it is now, unless that is noted already."""
+        receipt = self._receipt
+        if receipt is not None and receipt is not self._noted_receipt:
+            self._put("receipt", receipt.model_dump(mode="json"))
+            self._noted_receipt = receipt
 
     def _put(self, what: str, content: dict[str, Any]) -> None:
         try:
@@ -188,6 +192,7 @@ class AttemptBook:
     def _note(self) -> None:
         noted: dict[str, Any] = {}
         while not self._ending.wait(PROGRESS_S):
+            self._note_receipt()
             if noted != self._step:
                 noted = dict(self._step)
                 self._put("progress", noted)

@@ -50,6 +50,8 @@ class CheckFreq:
         self.image = StateImage(pin=zero3.on_accelerator)
         self._copied = threading.Event()
         self._copied.set()
+        self._torn = False
+        """The optimizer has gone on before the snapshot was whole: it must not be committed."""
         self._tuning = Tuning(settings.interval_steps) if settings.mode == "manual" else None
         self._profiled: Profile | None = None
         self._seen, self._timed_from = 0, 0.0
@@ -137,6 +139,7 @@ class CheckFreq:
         self._note(self._background.wait())
         captured = capture(self._zero3, step, self._attempt)
         self._copied.clear()
+        self._torn = False
         kept = {**state, KEY: None if tuning is None else tuning.to_state()}
         self._background.start(lambda: self._checkpoint(step, kept, captured, kind))
 
@@ -148,13 +151,15 @@ class CheckFreq:
         return self._committer.commit(step, self._attempt, state, lambda: self._persist(step), kind)
 
     def _persist(self, step: int) -> tuple[FileRecord, ...]:
+        if self._torn:
+            raise StorageError(f"the snapshot was not copied within storage_wait_s={self._wait_s:g} s")
         name = f"rank-{self._zero3.rank:05d}.safetensors"
         return (self._committer.store.write_file(step, name, self.image.chunks()),)
 
     def before_update(self, group: SubGroup, lr: float) -> None:
-        """The update waits for the snapshot."""
+        """The update waits for the snapshot; one that takes too long is given up, training is not."""
         if not self._copied.wait(self._wait_s):
-            raise StorageError(f"the snapshot was not copied within storage_wait_s={self._wait_s:g} s")
+            self._torn = True
 
     def save_now(self, step: int, state: TrainerState) -> None:
         """See `Baseline`."""

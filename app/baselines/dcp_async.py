@@ -58,6 +58,8 @@ class DcpAsync:
         # Asynchronous staging needs no CUDA: on a CPU it is a thread that copies.
         self._stager = DefaultStager(StagingOptions(False, False, True, False))
         self._staged: Future[None] | None = None
+        self._torn = False
+        """The optimizer has gone on before the state was staged: it must not be committed."""
         self._live: dict[str, DTensor] = {}
         self._num_states = -1
         self._attempt = 0
@@ -115,6 +117,7 @@ class DcpAsync:
     def _start(self, step: int, state: TrainerState, kind: str) -> None:
         """States 1 to 4."""
         self._note(self._background.wait())
+        self._torn = False
         scalars = {part.spec.name: self._zero3.scalars(part) for part in self._parts()}
         response = dcp.async_save(
             dict(self._tensors()),
@@ -173,6 +176,8 @@ class DcpAsync:
             upload.result()
         except CheckpointException as error:
             raise StorageError(f"DCP could not write step {step}: {error}") from error
+        if self._torn:
+            raise StorageError(f"DCP did not stage step {step} within storage_wait_s={self._wait_s:g} s")
         store, rank = self._committer.store, self._zero3.rank
         names = [path.name for path in sorted(self._folder(step).iterdir()) if path.is_file()]
         files = tuple(store.adopt_file(step, name) for name in names if _owner(name) == rank)
@@ -180,12 +185,10 @@ class DcpAsync:
         return files
 
     def before_update(self, group: SubGroup, lr: float) -> None:
-        """Waits until the state that is being staged has been copied."""
+        """Waits until the state that is being staged has been copied; training is not given up for it."""
         staged, self._staged = self._staged, None
         if staged is not None and not wait_for([staged], self._wait_s).done:
-            raise StorageError(
-                f"DCP did not stage this rank's state within storage_wait_s={self._wait_s:g} s"
-            )
+            self._torn = True
 
     # ------------------------------------------------------------------ books
 

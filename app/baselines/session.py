@@ -164,14 +164,17 @@ class BaselineSession:
 
     def close(self, how: str = "completed") -> None:
         """Waits for what is being saved, unless the group has ended in an error; safe to call twice."""
-        self.watchdog.close()
-        self.method.close(wait=how == "completed")
-        self._leave()  # last: what the method had replaced on top of it goes first
-        self._take()
-        book, self._book = self._book, None
-        if book is not None:
-            self._receipt = book.receipt
-            book.close(how, self.costs())
+        try:
+            with self.watchdog.phase("ending the saves", self._place.wait_s):
+                self.method.close(wait=how == "completed")
+                self._leave()  # last: what the method had replaced on top of it goes first
+                self._take()
+                book, self._book = self._book, None
+                if book is not None:
+                    self._receipt = book.receipt
+                    book.close(how, self.costs())
+        finally:
+            self.watchdog.close()
 
     def costs(self) -> dict[str, float]:
         """What this attempt cost: sums over its steps, the phases of its recovery, the method's own figures.

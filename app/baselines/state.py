@@ -17,13 +17,13 @@ from torch import Tensor
 from layercheck.errors import StoreMismatchError
 from layercheck.manifest import EventId
 from layercheck.partition import ParamSlice
-from layercheck.persistence.shard_file import ShardHeader, ShardLayout, TensorRange, header_of
+from layercheck.persistence.elements import elements
+from layercheck.persistence.shard_file import DTYPE_BYTES, ShardHeader, ShardLayout, TensorRange, header_of
 from layercheck.persistence.snapshot import lay_out
 from layercheck.recovery.install import finish
 from layercheck.zero3 import Zero3Engine
 
 BLOCK_BYTES = 8 << 20
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +124,8 @@ def install(zero3: Zero3Engine, image: Tensor, name: str) -> None:
 
 def _tensor(image: Tensor, found: TensorRange) -> Tensor:
     raw = image[found.begin : found.end]
-    dtype = _DTYPES[found.dtype]
-    if not raw.numel():
-        return torch.empty(0, dtype=dtype)
     # A view as wider elements must begin at a multiple of their size; after some bf16 it does not.
-    return (raw.clone() if found.begin % dtype.itemsize else raw).view(dtype)
+    return elements(raw.clone() if found.begin % DTYPE_BYTES[found.dtype] else raw, found.dtype)
 
 
 def _check(zero3: Zero3Engine, header: ShardHeader, name: str) -> None:

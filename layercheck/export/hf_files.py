@@ -15,6 +15,7 @@ import torch
 from layercheck.errors import ConfigError
 from layercheck.export.composite import Composite
 from layercheck.layers import ParamSpec
+from layercheck.persistence.elements import TORCH_DTYPES, elements
 from layercheck.persistence.shard_file import DTYPE_BYTES
 from layercheck.recovery.fetch import FetchedSlice
 from layercheck.recovery.scatter import Array
@@ -23,7 +24,7 @@ from layercheck.zero3 import FROZEN, MASTER
 MAX_FILE_BYTES = 5_000_000_000
 """A larger model is split over several files, as `save_pretrained` does."""
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_CASTABLE = ("F64", "F32", "F16", "BF16")
 _PEFT = "base_model.model."
 
 
@@ -122,13 +123,13 @@ def _params(composite: Composite, dtype: str) -> Iterator[tuple[ParamSpec, Array
 def _cast(fetched: FetchedSlice, spec: ParamSpec, dtype: str) -> Array:
     (key,) = fetched.tensors
     raw, held = fetched.tensors[key], fetched.dtypes[key]
-    if held not in _TORCH:
+    if held not in _CASTABLE:
         raise ConfigError(
             f"--to hf: parameter {spec.name} is held as {held}, a quantised model is not exported"
         )
     if held == DTYPES[dtype] or not raw.size:
         return raw
-    cast = torch.from_numpy(raw).view(_TORCH[held]).to(_TORCH[DTYPES[dtype]])
+    cast = elements(torch.from_numpy(raw), held).to(TORCH_DTYPES[DTYPES[dtype]])
     array: Array = cast.view(torch.uint8).numpy()
     return array
 

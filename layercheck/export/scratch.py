@@ -9,15 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from layercheck.persistence.elements import elements
 from layercheck.persistence.shard_file import DTYPE_BYTES
 from layercheck.recovery.fetch import part_of
 from layercheck.recovery.scatter import Array
-
-_TORCH = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +55,10 @@ class Scratch:
         """One rank's flat tensor, mapped: the disk is read when it is used."""
         region = self.regions[name]
         nbytes = region.numel * DTYPE_BYTES[region.dtype]
-        if not nbytes:
-            return torch.empty(0, dtype=_TORCH[region.dtype])
+        if not nbytes:  # nothing can be mapped
+            return elements(torch.empty(0, dtype=torch.uint8), region.dtype)
         raw = np.memmap(self._file, np.uint8, "c", region.of_rank(rank), (nbytes,))
-        return torch.from_numpy(raw).view(_TORCH[region.dtype])
+        return elements(torch.from_numpy(raw), region.dtype)
 
     def close(self) -> None:
         """Ends the use of the file; tensors that are still mapped stay readable."""

@@ -24,6 +24,7 @@ from layercheck.errors import StorageError
 from layercheck.manifest import EventId, LayerWrite, PersistDecision, TrainerState
 from layercheck.partition import ParamSlice
 from layercheck.persistence.copier import Copied, Copier
+from layercheck.persistence.elements import DTYPE_NAMES
 from layercheck.persistence.shard_file import (
     RngState,
     ShardAbout,
@@ -39,7 +40,6 @@ BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK = 4096
 _FEWEST_BLOCKS = 64
 _PIECE_BLOCKS = 64
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,7 +254,7 @@ def lay_out(
             )
         )
         for state, tensor in zero3.tensors(part).items():
-            tensors.append(ShardTensor(name, state, part.layer, _DTYPES[tensor.dtype], part.numel))
+            tensors.append(ShardTensor(name, state, part.layer, DTYPE_NAMES[tensor.dtype], part.numel))
             sources.append(tensor)
     about = ShardAbout(
         step=event.step,

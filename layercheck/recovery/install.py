@@ -6,16 +6,14 @@ model computes with, its low-precision weights, changes in `finish` alone.
 """
 
 import torch
-from torch import Tensor
 
 from layercheck.errors import LayerCheckError
 from layercheck.manifest import RecoveryPlan
 from layercheck.partition import ParamSlice
+from layercheck.persistence.elements import TORCH_DTYPES, elements
 from layercheck.recovery.fetch import FetchedLayer
 from layercheck.recovery.scatter import Array
 from layercheck.zero3 import Zero3Engine
-
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
 def start(zero3: Zero3Engine, plan: RecoveryPlan) -> None:
@@ -44,7 +42,7 @@ def room(zero3: Zero3Engine, part: ParamSlice, key: str, dtype: str) -> Array | 
     Copied is what goes to an accelerator, and what is held in another type than it was saved in.
     """
     live = zero3.room(part, key)
-    if live.device.type != "cpu" or live.dtype != _DTYPES.get(dtype) or not live.numel():
+    if live.device.type != "cpu" or live.dtype != TORCH_DTYPES[dtype] or not live.numel():
         return None
     return live.view(torch.uint8).numpy()
 
@@ -55,7 +53,7 @@ def put(zero3: Zero3Engine, fetched: FetchedLayer) -> None:
         found = fetched.slices[part.spec.name]
         for key, raw in found.tensors.items():
             if key not in found.placed:
-                zero3.room(part, key).copy_(_tensor(raw, _DTYPES[found.dtypes[key]]))
+                zero3.room(part, key).copy_(elements(torch.from_numpy(raw), found.dtypes[key]))
         zero3.set_scalars(part, found.scalars)
 
 
@@ -71,8 +69,3 @@ def finish(zero3: Zero3Engine) -> None:
         raise LayerCheckError(
             f"after the install, parameter {stale} does not show its fp32 values", parameter=stale
         )
-
-
-def _tensor(raw: Array, dtype: torch.dtype) -> Tensor:
-    # torch refuses to see an empty array as wider elements; a rank may own nothing of a small parameter.
-    return torch.from_numpy(raw).view(dtype) if raw.size else torch.empty(0, dtype=dtype)

@@ -156,7 +156,7 @@ class PartWriter:
     def _ask_for_flush(self) -> threading.Thread:
         """Wakes the thread. Starting one for each part would hold up training until it had a core."""
         self._asked.set()
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name=f"parts-{self._folder}", daemon=True)
             self._thread.start()
         return self._thread

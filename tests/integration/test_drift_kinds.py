@@ -145,7 +145,40 @@ def test_meters_on_one_engine_do_not_disturb_each_other_and_leave_nothing_behind
     assert found[:4] == found[4:]
 
 
+def _two_updates_before_a_report() -> list[dict[str, float]]:
+    """What a sampled and an exact meter add up; all runs of this model are small, so both look at all."""
+    from layercheck.zero3 import Zero3Engine
+
+    engine = micro.build()
+    meters = [_meter(Zero3Engine(engine), sample=sample) for sample in ("sampled", "exact")]
+    for step in (1, 2):
+        micro.train_step(engine, step)
+    return [_reduce(meter, 2).delta for meter in meters]
+
+
+def test_a_path_over_two_updates_is_the_sum_of_both(tmp_path: Path) -> None:
+    sampled, exact = run_ranks(1, tmp_path, _two_updates_before_a_report)[0]
+    assert sampled == pytest.approx(exact, rel=1e-9)
+
+
 # ------------------------------------------------------------------ the alarm
+
+
+def _steps_before_the_alarm(storage: str, rotation: int) -> int:
+    from layercheck.tracking.drift import DriftMeter
+    from tests.integration.ranks import open_session
+
+    DriftMeter.rotation = property(lambda self: rotation)  # type: ignore[assignment, method-assign]
+    session = open_session(micro.build(), storage)
+    session.resume()
+    steps: int = session._open.ledger.still.rotation
+    session.close()
+    return steps
+
+
+@pytest.mark.parametrize(("rotation", "steps"), [(1, 61), (251, 251)])
+def test_the_alarm_waits_until_every_element_was_looked_at(tmp_path: Path, rotation: int, steps: int) -> None:
+    assert run_ranks(1, tmp_path, _steps_before_the_alarm, str(tmp_path / "store"), rotation) == [steps]
 
 
 def _one_layer_never_moves(storage: str) -> tuple[list[tuple[str, ...]], list[str]]:

@@ -87,6 +87,41 @@ def test_forward_and_backward_run_beside_the_copy_and_the_update_waits_for_it(
     assert seen == ["forward", "update asked", "copied", "update"]
 
 
+def _late_copy(folder: str, make: Any) -> dict[str, Any]:
+    """The copy of step 2 begins only when the update of step 3 has given up waiting for it."""
+    engine = micro.build()
+    session = open_method(engine, folder, make)
+    session.resume()
+    method, went_on, alerts = session.method, threading.Event(), []
+    copier, name = _copier(method)
+    copy = getattr(copier, name)
+
+    def late_copy(*args: Any, **keywords: Any) -> Any:
+        assert went_on.wait(LIMIT_S), "training never went on"
+        return copy(*args, **keywords)
+
+    for step in range(1, 5):
+        setattr(copier, name, late_copy if step == 2 else copy)
+        method._wait_s = 0.05 if step == 3 else LIMIT_S
+        loss = micro.train_step(engine, step)
+        if step == 3:
+            went_on.set()
+        alerts += session.after_step(step, {"loss": loss}).alerts
+    session.close()
+    return {"alerts": alerts, "kept": method._committer.store.committed()}
+
+
+@pytest.mark.parametrize("make", [every_2, dcp_every_2])
+def test_a_copy_that_comes_too_late_is_never_committed_and_training_goes_on(
+    make: Any, tmp_path: Path
+) -> None:
+    (found,) = run_ranks(1, tmp_path, _late_copy, str(tmp_path / "run"), make)
+    assert found["kept"] == [4]
+    (alert,) = found["alerts"]
+    assert "step 2 was not saved" in alert
+    assert "storage_wait_s" in alert
+
+
 def _slow_writer(folder: str) -> dict[str, Any]:
     """The write of step 2 ends only when step 4 waits for it."""
     store = SlowStorage(folder, "step-00000002/rank")
