@@ -150,3 +150,13 @@ def test_a_column_that_the_table_does_not_have_is_refused_by_name(folder: Folder
 def test_closing_without_rows_writes_no_part(folder: Folder):
     assert writer(folder).close()
     assert folder.parts("metrics") == []
+
+
+def test_rows_that_a_close_could_not_write_are_written_by_the_next_one(folder: Folder):
+    table = writer(folder)
+    folder.broken = True
+    table.add({"step": 1})
+    assert not table.close()
+    folder.broken = False
+    assert table.close()
+    assert pq.read_table(folder.root / "metrics").column("step").to_pylist() == [1]
