@@ -104,6 +104,22 @@ def test_what_a_write_returned_for_survives_any_power_cut() -> None:
         assert left.read("run.json") == b"run"
 
 
+@pytest.mark.parametrize("renames", ["atomic", "refused", "in two steps"])
+def test_i12_a_replacement_leaves_the_old_or_the_new_bytes_in_any_power_cut(renames: Any) -> None:
+    """Where the old name goes first, the new bytes may still have their temp name alone."""
+    disk = Disk(renames=renames)
+    storage = disk.storage("/shared/run", "p")
+    storage.write("progress", [b"old"])
+    moments: list[Any] = []
+    disk.watch.on_event = lambda number, half: moments.append(disk.state())
+    storage.write("progress", [b"new"])
+    assert len(moments) > 3
+    for moment in (*moments, disk.state()):
+        for seed in range(40):
+            left = files(after_power_cut(moment, random.Random(seed).randrange)).values()
+            assert b"old" in left or b"new" in left
+
+
 def test_i5_what_a_successor_sees_and_settles_survives_although_its_writer_died_before_the_fsync() -> None:
     disk = Disk()
     disk.storage("/shared/run", "p").write("events/e/commit", [b"old"])
