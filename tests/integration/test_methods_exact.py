@@ -125,7 +125,9 @@ def test_the_books_say_what_was_saved_and_what_came_back(lives: tuple[Path, list
     numel = sum(
         value.size for rank in ranks for key, value in rank["none"]["state"].items() if key.endswith("fp32")
     )
-    assert 12 * numel <= costs["bytes"] <= 12 * numel + 500_000, "headers of each tensor aside"
+    tensors = sum(hasattr(value, "size") for rank in ranks for value in rank["none"]["state"].values())
+    headers = tensors * (2_000 if name == "dcp_async" else 500)  # DCP saves each tensor as an archive
+    assert 12 * numel <= costs["bytes"] <= 12 * numel + headers
     assert costs["bytes"] == costs["mean_event_bytes"]
     kept = sorted(path.parent.name for path in (folder / name).glob("m/step-*/commit.json"))
     assert kept == ["step-00000006", "step-00000009"], "two commits stay"
