@@ -7,7 +7,7 @@ from layercheck.coordination.coordinator import Coordinator
 from layercheck.coordination.heart import SILENCE_S
 from layercheck.errors import RestartLoopError, StorageError
 from tests.fakes import Clock, FaultyStorage
-from tests.runs import LAYERS, WARMUP, committed, config, coordinator, plan_of, start, with_base
+from tests.runs import LAYERS, WARMUP, Group, committed, config, coordinator, plan_of, start, with_base
 
 
 @pytest.fixture
@@ -163,15 +163,21 @@ def test_garbage_goes_in_small_lots_and_all_of_it_goes(
     assert len(committed(storage)) == 2
 
 
-def test_a_run_that_ends_leaves_no_garbage_behind(
-    storage: FaultyStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def run_whose_collector_rests(storage: FaultyStorage, monkeypatch: pytest.MonkeyPatch) -> Group:
+    """Garbage is there, and would not be collected before the end."""
     monkeypatch.setattr("layercheck.coordination.collector._REST", 1e6)
     clock = Clock()
     clock.costs = 0.1
     group = start(storage, coordinator(storage, clock))
     for step in (0, 2, WARMUP, *range(WARMUP + 1, WARMUP + 9)):
         group.save(step, *LAYERS)
+    return group
+
+
+def test_a_run_that_ends_leaves_no_garbage_behind(
+    storage: FaultyStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = run_whose_collector_rests(storage, monkeypatch)
     assert len(committed(storage)) > 2
     group.coordinator.end_attempt(group.attempt, "completed")
     assert len(committed(storage)) == 2
@@ -181,12 +187,7 @@ def test_i9_a_run_ends_although_the_storage_no_longer_answers(
     storage: FaultyStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The claim that is read before each collection cannot be read: garbage stays, the end comes."""
-    monkeypatch.setattr("layercheck.coordination.collector._REST", 1e6)
-    clock = Clock()
-    clock.costs = 0.1
-    group = start(storage, coordinator(storage, clock))
-    for step in (0, 2, WARMUP, *range(WARMUP + 1, WARMUP + 9)):
-        group.save(step, *LAYERS)
+    group = run_whose_collector_rests(storage, monkeypatch)
     left, asked = len(committed(storage)), 0
 
     def refuse(folder: str) -> list[str]:
