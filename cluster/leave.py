@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 import psutil
 
@@ -44,7 +45,7 @@ def tenants(command_lines: CommandLines) -> Tenants:
     for pid, words in command_lines:
         if words and words[0].startswith(_WORKER):
             workers.append(pid)
-        elif any(pair == ("-m", "app") for pair in zip(words, words[1:], strict=False)):
+        elif any(pair == ("-m", "app") for pair in pairwise(words)):
             drivers.append(pid)
     return Tenants(tuple(workers), tuple(drivers))
 

@@ -64,11 +64,9 @@ def _run(command: list[str], head: PrivateHead) -> int:
         raise
 
 
-def _watch(
-    head: PrivateNode, others: list[PrivateNode], sleep: Callable[[float], None] = time.sleep
-) -> int:
+def _watch(head: PrivateNode, others: list[PrivateNode], sleep: Callable[[float], None] = time.sleep) -> int:
     """Says which node ended by itself; the cluster goes on without it, but not without its head."""
-    left = {number: node for number, node in enumerate(others, start=2)}
+    left = dict(enumerate(others, start=2))
     try:
         while head.process.poll() is None:
             for number, node in list(left.items()):

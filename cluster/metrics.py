@@ -47,7 +47,9 @@ class Metrics:
     A counter is what this coordinator counted; a restarted one counts from zero, as Prometheus expects.
     """
 
-    def __init__(self, run: str, s_max: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, run: str, s_max: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._gauges = {key: Gauge(PREFIX + key, text, tag_keys=("run",)) for key, text in GAUGES.items()}
         self._counters = {
             key: Counter(PREFIX + key, text, tag_keys=tag_keys(key)) for key, text in COUNTERS.items()

@@ -39,7 +39,7 @@ EXCLUDED = [
 PATHS = ("--out", "--costs", "--trace")
 """Arguments of the simulation and the measurements that name files."""
 STOP_WAIT_S = 150
-"""After its SIGTERM a job gets so many seconds, in place of Ray's 3, before SIGKILL: a run makes its last save."""
+"""Seconds between SIGTERM and SIGKILL of a job, in place of Ray's 3: a run makes its last save."""
 
 
 class SubmitError(LayerCheckError):
@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("kind", choices=sorted(ENTRY))
     parser.add_argument("--address", help="default: RAY_ADDRESS")
     parser.add_argument("--limit-s", type=float, help="stop following after this long; the job goes on")
-    parser.add_argument("--runtime-env", type=Path, metavar="FILE", help="YAML with more of Ray's runtime_env")
+    parser.add_argument("--runtime-env", type=Path, metavar="FILE", help="YAML: more of Ray's runtime_env")
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument("--attach", metavar="JOB", help="follow this job, submit none")
     earlier.add_argument("--stop", metavar="JOB", help="end this job: a run saves what moved first")

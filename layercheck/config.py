@@ -53,7 +53,7 @@ class LayerCheckConfig(BaseModel):
     """How due layers are chosen; all but `drift` are there for comparison, at equal bytes."""
 
     warmup_steps: int = Field(200, ge=2)
-    """Steps of the run, not of the attempt, with full events only; K0 is calibrated over their second half."""
+    """Steps of the run, not of the attempt, with full events only. K0 is calibrated in their second half."""
     warmup_full_every: int = Field(100, ge=1)
     """Steps between full events in the warm-up; at most 3/4 of `s_max`."""
     full_every: int = Field(2000, ge=0)

@@ -29,7 +29,7 @@ PROGRAMS = {
 }
 """`python -m NAME`, or the command itself -> the module whose `main` takes the arguments."""
 OUTSIDE = {
-    ".", "aws", "docker", "export", "kubectl", "pip", "pkill", "ray", "sbatch", "torchrun", "bash", "python", "cd",
+    ".", "bash", "cd", "docker", "export", "kubectl", "pip", "pkill", "python", "ray", "torchrun",
 }  # fmt: skip
 """Other programs that a document may tell a person to run."""
 
@@ -68,12 +68,12 @@ def _stopping(parse: bool) -> Iterator[None]:
 
         return call
 
-    argparse.ArgumentParser.parse_args = stopping(kept[0], False)  # type: ignore[method-assign]
-    argparse.ArgumentParser.parse_known_args = stopping(kept[1], True)  # type: ignore[method-assign]
+    parser: Any = argparse.ArgumentParser
+    parser.parse_args, parser.parse_known_args = stopping(kept[0], False), stopping(kept[1], True)
     try:
         yield
     finally:
-        argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args = kept  # type: ignore[method-assign]
+        parser.parse_args, parser.parse_known_args = kept
 
 
 def _enter(program: str, args: list[str], parse: bool) -> Parsed:

@@ -23,7 +23,8 @@ class Block:
 
 def documents() -> list[Path]:
     """Every page that a person reads; the log is a record of what was, not of what is."""
-    return [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md")]
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md"]
+    return [ROOT / "README.md", *sorted(pages)]
 
 
 def blocks(path: Path) -> list[Block]:

@@ -1,7 +1,7 @@
 """What a Kubernetes API server and KubeRay would say of a manifest: structure and rules, without either.
 
-The keys are those of the ray.io/v1 CRDs (KubeRay 1.5); the rules are those that KubeRay's validation enforces,
-and those without which a retry on a new cluster could not resume.
+The keys are those of the ray.io/v1 CRDs (KubeRay 1.5); the rules are those that KubeRay's validation
+enforces, and those without which a retry on a new cluster could not resume.
 """
 
 import re
@@ -14,16 +14,24 @@ import yaml
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 MAX_NAME = 47
 JOB_KEYS = {
-    "entrypoint", "runtimeEnvYAML", "rayClusterSpec", "clusterSelector", "submissionMode", "backoffLimit",
-    "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "activeDeadlineSeconds", "preRunningDeadlineSeconds",
-    "entrypointNumCpus", "entrypointNumGpus", "entrypointResources", "submitterPodTemplate", "submitterConfig",
-    "metadata", "suspend", "deletionStrategy", "jobId", "managedBy",
+    "entrypoint", "runtimeEnvYAML", "rayClusterSpec", "clusterSelector", "submissionMode",
+    "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "activeDeadlineSeconds",
+    "preRunningDeadlineSeconds", "entrypointNumCpus", "entrypointNumGpus",
+    "entrypointResources", "submitterPodTemplate", "submitterConfig", "metadata", "suspend", "deletionStrategy", "jobId", "managedBy",
 }  # fmt: skip
 CLUSTER_KEYS = {
     "rayVersion", "headGroupSpec", "workerGroupSpecs", "authOptions", "enableInTreeAutoscaling",
     "autoscalerOptions", "gcsFaultToleranceOptions", "headServiceAnnotations", "suspend", "managedBy",
 }  # fmt: skip
-HEAD_KEYS = {"rayStartParams", "template", "enableIngress", "headService", "serviceType", "resources", "labels"}
+HEAD_KEYS = {
+    "rayStartParams",
+    "template",
+    "enableIngress",
+    "headService",
+    "serviceType",
+    "resources",
+    "labels",
+}
 WORKER_KEYS = {
     "groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template", "idleTimeoutSeconds",
     "priority", "numOfHosts", "labels", "resources", "scaleStrategy", "suspend",
@@ -33,7 +41,9 @@ MODES = {"K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"}
 
 def problems(manifest: dict[str, Any]) -> list[str]:
     """Everything that is wrong with one document."""
-    check = {"RayJob": _job, "RayCluster": _lone_cluster, "PersistentVolumeClaim": _claim}.get(manifest["kind"])
+    check = {"RayJob": _job, "RayCluster": _lone_cluster, "PersistentVolumeClaim": _claim}.get(
+        manifest["kind"]
+    )
     if check is None:
         return [f"unknown kind {manifest['kind']!r}"]
     return [*_name(manifest), *check(manifest)]
@@ -149,7 +159,8 @@ def _is_claimed(pod: dict[str, Any], path: str) -> bool:
     claims = {volume["name"] for volume in pod.get("volumes", ()) if "persistentVolumeClaim" in volume}
     mounts = [mount for container in pod["containers"] for mount in container.get("volumeMounts", ())]
     return any(
-        mount["name"] in claims and f"{path}/".startswith(f"{mount['mountPath'].rstrip('/')}/") for mount in mounts
+        mount["name"] in claims and f"{path}/".startswith(f"{mount['mountPath'].rstrip('/')}/")
+        for mount in mounts
     )
 
 
@@ -174,7 +185,9 @@ def _cluster(spec: dict[str, Any]) -> Iterator[str]:
         yield from _pod(pod, spec["rayVersion"])
     if spec.get("autoscalerOptions", {}).get("version") == "v2":
         yield from (
-            "autoscaler v2 needs restartPolicy: Never" for pod in _pods(spec) if pod.get("restartPolicy") != "Never"
+            "autoscaler v2 needs restartPolicy: Never"
+            for pod in _pods(spec)
+            if pod.get("restartPolicy") != "Never"
         )
 
 
@@ -203,4 +216,4 @@ def _hook(container: dict[str, Any], grace_s: int) -> Iterator[str]:
     """Kubernetes kills the hook together with the container."""
     hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
     if hook and float(hook[hook.index("--deadline-s") + 1]) >= grace_s:
-        yield f"container {container['name']}: the preStop hook outlasts terminationGracePeriodSeconds {grace_s}"
+        yield f"container {container['name']}: its hook outlasts terminationGracePeriodSeconds {grace_s}"

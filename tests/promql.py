@@ -3,7 +3,19 @@
 import re
 from dataclasses import dataclass
 
-_WORDS = {"by", "without", "on", "ignoring", "group_left", "group_right", "offset", "bool", "and", "or", "unless"}
+_WORDS = {
+    "by",
+    "without",
+    "on",
+    "ignoring",
+    "group_left",
+    "group_right",
+    "offset",
+    "bool",
+    "and",
+    "or",
+    "unless",
+}
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _LABELS = re.compile(r"\{([^{}]*)\}")
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^()]*)\)")

@@ -44,9 +44,9 @@ def config_page() -> str:
 
 {_NOTE}
 
-A run is one YAML file, or the name of one in `app/configs/`, and `--set key.path=value` items, the last of which
-wins. An unknown key is an error. In your own script the dict of `attach(..., config=...)` holds the keys of
-`checkpoint.settings`. Steps are optimizer steps, `_s` are seconds, sizes are sequences or bytes as named.
+A run is one YAML file, or the name of one in `app/configs/`, and `--set key.path=value` items, the last of
+which wins. An unknown key is an error. In your own script the dict of `attach(..., config=...)` holds the keys
+of `checkpoint.settings`. Steps are optimizer steps, `_s` are seconds, sizes are sequences or bytes as named.
 """
     return head + "\n" + "\n".join(_section(path, model) for path, model in sections())
 
@@ -105,7 +105,11 @@ def _kind(node: ast.expr) -> str:
         from app.baselines.settings import Method
 
         text = " | ".join(json.dumps(name) for name in Method.__args__)
-    return text.removeprefix("Literal[").removesuffix("]").replace('", "', '" | "') if "Literal" in text else text
+    return (
+        text.removeprefix("Literal[").removesuffix("]").replace('", "', '" | "')
+        if "Literal" in text
+        else text
+    )
 
 
 def _range(info: FieldInfo) -> str:
@@ -137,8 +141,8 @@ def cli_page() -> str:
 
 Exit codes: 0 good, 1 failed (of `layercheck`: damage or no plan), 2 usage. `python -m app` also ends with 3
 (another submission took the run over) and 75 (preempted after a last save: submit it again);
-`python -m cluster.submit` returns the job's code, and 3 if it left the job running. STORE is the run folder or
-the `layercheck` folder in it, a local path or a URI.
+`python -m cluster.submit` returns the job's code, and 3 if it left the job running. STORE is the run folder
+or the `layercheck` folder in it, a local path or a URI.
 """
     return head + "\n" + "\n".join(text for name in PROGRAMS for text in _program(name))
 
@@ -164,7 +168,9 @@ def _arguments(parser: argparse.ArgumentParser) -> str:
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction):
             continue
-        names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"
+        names = (
+            ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"
+        )
         rows.append((names, _value(action), _given(action), " ".join((action.help or "").split())))
     return _table(("argument", "value", "default", "meaning"), rows)
 
@@ -175,7 +181,11 @@ def _value(action: argparse.Action) -> str:
     if action.choices:
         return " or ".join(f"`{choice}`" for choice in action.choices)
     metavar = action.metavar if action.option_strings else ""
-    names = metavar if isinstance(metavar, tuple) else (metavar or (action.option_strings and action.dest.upper()),)
+    names = (
+        metavar
+        if isinstance(metavar, tuple)
+        else (metavar or (action.option_strings and action.dest.upper()),)
+    )
     text = " ".join(name for name in names if name)
     return f"{text} ..." if action.nargs in ("+", "*") and text else text
 
@@ -191,7 +201,10 @@ def _given(action: argparse.Action) -> str:
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [header, ("---",) * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines) + "\n"
+    return (
+        "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

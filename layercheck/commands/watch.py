@@ -167,7 +167,10 @@ def _in_words(plan: RecoveryPlan, facts: StoreFacts, s_max: int | None) -> str:
 
 def screen(shown: View, max_rows: int) -> Group:
     """The view as lines for a terminal of `max_rows` lines beside the head."""
-    parts = [Text(shown.title, style="bold"), Text(shown.cost, style="" if shown.is_recoverable else "bold red")]
+    parts = [
+        Text(shown.title, style="bold"),
+        Text(shown.cost, style="" if shown.is_recoverable else "bold red"),
+    ]
     parts += [Text(f"note: {note}", style="yellow") for note in shown.notes[-2:]]
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("layer", no_wrap=True)

@@ -24,8 +24,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def newest_step(folder: Path) -> int:
-    found = [json.loads(path.read_text())["step"] for path in folder.glob("runs/own/layercheck/attempts/*.progress.json")]
-    return max(found, default=0)
+    files = folder.glob("runs/own/layercheck/attempts/*.progress.json")
+    return max((json.loads(path.read_text())["step"] for path in files), default=0)
 
 
 def kill_all(pid: int) -> None:
@@ -63,8 +63,8 @@ def test_the_tutorial_is_killed_and_goes_on_at_the_next_step(tmp_path: Path) -> 
     stopped = newest_step(tmp_path)
     last = stopped + 20
     again = subprocess.run(
-        [*PROGRAM, str(last)], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=240, check=False,
+        [*PROGRAM, str(last)], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=240, check=False,
     )  # fmt: skip
     assert again.returncode == 0, (again.stdout + again.stderr)[-3000:]
     recovered = re.search(r"recovered \(composite\) after step (\d+)", again.stderr)
@@ -83,12 +83,17 @@ def test_the_tutorial_is_killed_and_goes_on_at_the_next_step(tmp_path: Path) -> 
 
 def test_a_local_cluster_of_three_nodes_runs_a_training_and_leaves_nothing(tmp_path: Path) -> None:
     """As in the page on clusters."""
-    command = [sys.executable, "-m", "cluster.local", "--nodes", "3", "--cpus", "2", "--", sys.executable, "-m", "app"]
-    command += ["--config", "tiny", "--run-name", "local", "--storage", str(tmp_path)]
-    command += ["--set", "train.steps=12", "checkpoint.settings.warmup_steps=4", "checkpoint.settings.warmup_full_every=2"]
+    short = [
+        "train.steps=12",
+        "checkpoint.settings.warmup_steps=4",
+        "checkpoint.settings.warmup_full_every=2",
+    ]
+    command = [sys.executable, "-m", "cluster.local", "--nodes", "3", "--cpus", "2", "--"]
+    command += [sys.executable, "-m", "app", "--config", "tiny", "--run-name", "local"]
+    command += ["--storage", str(tmp_path), "--set", *short]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(tmp_path), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=400, check=False,
+        command, cwd=ROOT, env=environment(tmp_path), stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "3 Ray nodes with 2 CPUs each" in done.stdout

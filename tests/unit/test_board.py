@@ -19,7 +19,9 @@ def test_a_query_asks_only_for_metrics_and_labels_that_exist(where: str) -> None
 
 def test_the_board_shows_every_metric() -> None:
     alerted = {rule["alert"] for group in alerts()["groups"] for rule in group["rules"]}
-    shown = {name for where, text in queries().items() if where not in alerted for name in asked(text).metrics}
+    shown = {
+        name for where, text in queries().items() if where not in alerted for name in asked(text).metrics
+    }
     assert shown == NAMES
 
 

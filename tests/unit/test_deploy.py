@@ -1,4 +1,4 @@
-"""The files that start Ray elsewhere: manifests that would be accepted, commands that our programs understand."""
+"""The files that start Ray elsewhere: manifests that would be accepted, commands that programs understand."""
 
 import copy
 import json
@@ -79,7 +79,9 @@ SPOILED: dict[str, Change] = {
     "restartPolicy": lambda m: m["spec"]["rayClusterSpec"].update(
         enableInTreeAutoscaling=True, autoscalerOptions={"version": "v2"}
     ),
-    "minReplicas <= replicas": lambda m: m["spec"]["rayClusterSpec"]["workerGroupSpecs"][0].update(replicas=9),
+    "minReplicas <= replicas": lambda m: m["spec"]["rayClusterSpec"]["workerGroupSpecs"][0].update(
+        replicas=9
+    ),
     "not of rayVersion": lambda m: pods(m)[1]["containers"][0].update(image="rayproject/ray:2.59.0"),
     "is not declared": lambda m: pods(m)[1]["volumes"].pop(),
     "resources.limits": lambda m: pods(m)[0]["containers"][0]["resources"].pop("limits"),
@@ -97,7 +99,7 @@ def test_each_rule_finds_the_manifest_that_breaks_it(text: str) -> None:
 
 def test_the_entrypoint_of_the_training_is_a_configuration_that_holds() -> None:
     words = entrypoint_words(job("train"))
-    settings = [word for word in words[words.index("--set") + 1 :]]
+    settings = words[words.index("--set") + 1 :]
     config = load_config(flag(words, "--config") or "", settings)
     group = job("train")["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     assert config.cluster.workers <= group["maxReplicas"] * 2  # CPUs of a pod

@@ -12,6 +12,7 @@ from tests.commands import PROGRAMS, WrongCommandError, check_line, parser_of
 from tests.documents import ROOT, blocks, command_lines, documents, links
 from tests.reference import FOLDER, field_texts, pages, sections
 
+TOP = ("checkpoint", "cluster", "train", "data", "model", "run")
 LINES = sorted({(str(path.relative_to(ROOT)), line) for path in documents() for line in command_lines(path)})
 
 
@@ -99,9 +100,15 @@ def test_every_argument_says_what_it_means() -> None:
 
 
 def test_settings_named_in_the_text_exist() -> None:
-    keys = {key for _, model in sections() for key in model.model_fields}
-    known = {path for path, _ in sections()} | {f"{path}.{key}".lstrip(".") for path, m in sections() for key in m.model_fields}
-    for page in documents():
-        for name in re.findall(r"`((?:checkpoint|cluster|train|data|model|run)\.[a-z_.]+?)(?:=[^`]*)?`", page.read_text()):
-            assert name in known or (ROOT / f"{name.replace('.', '/')}.py").exists(), (page.name, name)
-    assert "s_max" in keys
+    fields = {f"{path}.{key}".lstrip(".") for path, model in sections() for key in model.model_fields}
+    known = fields | {path for path, _ in sections()}
+    named = {
+        (page.name, name)
+        for page in documents()
+        for name in re.findall(
+            rf"`(?!\w+\.(?:yaml|py|json)`)((?:{'|'.join(TOP)})\.[a-z_.]+?)(?:=[^`]*)?`", page.read_text()
+        )
+    }
+    assert len(named) > 10
+    wrong = {(page, name) for page, name in named if name not in known}
+    assert {item for item in wrong if not (ROOT / f"{item[1].replace('.', '/')}.py").exists()} == set()

@@ -28,7 +28,12 @@ def shown(text: str) -> list[str]:
 def test_a_file_gets_every_line_as_it_is() -> None:
     stream = StringIO()
     view = LogView(stream)
-    lines = ["data: 12 sequences", STEP.format(1), "\x1b[36m(RayTrainWorker pid=7)\x1b[0m hello", STEP.format(2)]
+    lines = [
+        "data: 12 sequences",
+        STEP.format(1),
+        "\x1b[36m(RayTrainWorker pid=7)\x1b[0m hello",
+        STEP.format(2),
+    ]
     for line in lines:
         view(line)
     view.end()

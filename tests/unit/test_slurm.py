@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "cluster" / "deploy" / "slurm" / "train.sbatch"
@@ -14,12 +16,12 @@ LIMIT_S = 60
 STUBS = {
     # Notes its call; a step lives until it is told to end, like `ray start --block`.
     "srun": 'echo "srun $* address=${RAY_ADDRESS:-none}" >>"$CALLS"\nexec sleep 300',
-    "scontrol": '''case "$1" in
+    "scontrol": """case "$1" in
 show) printf '%s\\n' $NODES ;;
 *) echo "scontrol $*" >>"$CALLS" ;;
-esac''',
+esac""",
     "hostname": 'echo "${STUB_IP:-10.0.0.1} fe80::1"',
-    "python": '''case "$2" in
+    "python": """case "$2" in
 import*) echo 5ec2e7 ;;
 cluster.wait)
     echo "wait $* address=$RAY_ADDRESS token=${RAY_AUTH_TOKEN:+set}" >>"$CALLS"
@@ -31,7 +33,7 @@ app)
     echo ready >"$READY"
     [ "$APP" = code ] && exit "$APP_CODE"
     while :; do sleep 0.05; done ;;
-esac''',
+esac""",
 }
 
 
@@ -93,8 +95,12 @@ def slurm(tmp_path: Path) -> Slurm:
 
 def steps_of(process: "subprocess.Popen[str]") -> list[str]:
     """Living processes of the session of the script."""
-    found = subprocess.run(["ps", "-o", "pid=", "-s", str(process.pid)], capture_output=True, text=True, check=False)
-    return found.stdout.split()
+    found = []
+    for other in psutil.process_iter(["name", "status"]):
+        with suppress(ProcessLookupError):
+            if os.getsid(other.pid) == process.pid and other.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(other.info["name"])
+    return found
 
 
 def test_the_script_is_valid_bash() -> None:
