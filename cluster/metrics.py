@@ -151,7 +151,7 @@ class Metrics:
         if more > 0:
             name = key if phase is None else f"{key}.{phase}"
             self.values[name] = self.values.get(name, 0) + more
-            self._counters[key].inc(more, tags={"phase": phase} if phase else None)
+            self._counters[key].inc(more, tags={"phase": phase} if phase else {})
 
 
 def tag_keys(key: str) -> tuple[str, ...]:

@@ -16,8 +16,9 @@ MAX_NAME = 47
 JOB_KEYS = {
     "entrypoint", "runtimeEnvYAML", "rayClusterSpec", "clusterSelector", "submissionMode",
     "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "activeDeadlineSeconds",
-    "preRunningDeadlineSeconds", "entrypointNumCpus", "entrypointNumGpus",
-    "entrypointResources", "submitterPodTemplate", "submitterConfig", "metadata", "suspend", "deletionStrategy", "jobId", "managedBy",
+    "preRunningDeadlineSeconds", "entrypointNumCpus", "entrypointNumGpus", "entrypointResources",
+    "submitterPodTemplate", "submitterConfig", "metadata", "suspend", "deletionStrategy", "jobId",
+    "managedBy",
 }  # fmt: skip
 CLUSTER_KEYS = {
     "rayVersion", "headGroupSpec", "workerGroupSpecs", "authOptions", "enableInTreeAutoscaling",

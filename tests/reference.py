@@ -45,8 +45,9 @@ def config_page() -> str:
 {_NOTE}
 
 A run is one YAML file, or the name of one in `app/configs/`, and `--set key.path=value` items, the last of
-which wins. An unknown key is an error. In your own script the dict of `attach(..., config=...)` holds the keys
-of `checkpoint.settings`. Steps are optimizer steps, `_s` are seconds, sizes are sequences or bytes as named.
+which wins. An unknown key is an error. In your own script the dict of `attach(..., config=...)` holds the
+keys of `checkpoint.settings`. Steps are optimizer steps, `_s` are seconds, sizes are sequences or bytes as
+named.
 """
     return head + "\n" + "\n".join(_section(path, model) for path, model in sections())
 
@@ -201,10 +202,7 @@ def _given(action: argparse.Action) -> str:
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [header, ("---",) * len(header), *rows]
-    return (
-        "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-        + "\n"
-    )
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 if __name__ == "__main__":

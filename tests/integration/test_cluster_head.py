@@ -130,6 +130,7 @@ def test_submitting_to_nobody_is_one_clear_error(project, head):
     assert "cannot submit to http://127.0.0.1:9" in done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_job_alone_and_stop_lets_it_save_first(head, project, tmp_path):
     saved = tmp_path / "saved"
     command = [sys.executable, "-m", "cluster.submit", "train"]
