@@ -4,6 +4,8 @@ Where workers of a run live, Ray is told to drain the node: they go on until the
 group starts again elsewhere. Where the driver of a run lives, it gets SIGTERM: all ranks save, the run ends
 with code 75, and whoever retries jobs continues it. The command returns when all of them are gone, or at the
 deadline; at once where there are none, so that the end of a job is not held up.
+
+It speaks for all runs that it sees: for pods, and machines that one cluster has to itself.
 """
 
 # ruff: noqa: T201

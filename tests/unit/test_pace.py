@@ -36,6 +36,15 @@ def test_a_restart_is_no_step_and_lowers_the_share(clock: Clock) -> None:
     assert pace.saw(11, new_attempt=True) == Figures(step_s=1, ettr=11 / 20)
 
 
+def test_the_time_of_a_restart_is_in_no_step(clock: Clock) -> None:
+    pace = Pace(clock)
+    pace.saw(0)
+    clock.sleep(1)
+    pace.saw(1)
+    clock.sleep(9)
+    assert pace.saw(2, new_attempt=True) == Figures(step_s=1, ettr=0.2)
+
+
 def test_steps_that_were_rolled_back_are_not_kept(clock: Clock) -> None:
     pace = Pace(clock)
     for step in range(11):

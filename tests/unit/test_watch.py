@@ -37,6 +37,19 @@ def test_it_says_what_a_failure_now_would_cost(run: RealRun, capsys: pytest.Capt
     assert f"lost progress {plan['lost_steps']:.3g} steps of the whole model" in cost
 
 
+def test_lost_progress_is_not_the_age(run: RealRun, capsys: pytest.CaptureFixture[str]) -> None:
+    again = RealRun(run.folder.parent, token="t2")
+    again.beat(17)
+    again.coordinator.close()
+    main(["plan", str(run.folder), "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["lost_steps"] < plan["weighted_age"]
+    cost = shown_by(run).cost
+    assert (
+        f"size-weighted age {plan['weighted_age']:.3g}, lost progress {plan['lost_steps']:.3g} steps" in cost
+    )
+
+
 def test_each_layer_has_its_age_against_s_max_and_its_drift_against_k(
     run: RealRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,8 +66,11 @@ def test_each_layer_has_its_age_against_s_max_and_its_drift_against_k(
 
 
 def test_the_layers_nearest_to_their_next_save_come_first_and_the_rest_is_counted(run: RealRun) -> None:
+    run.beat(15, drift=0.01)  # so little that the ages decide
+    run.coordinator.close()
     urgency = [max(row.age_share, row.drift_ratio or 0) for row in shown_by(run).rows]
     assert urgency == sorted(urgency, reverse=True)
+    assert len(set(urgency)) == 3
     text = text_of(run, max_rows=1)
     assert "and 2 more layers" in text
     assert sum(name in text for name in ("embed_tokens", "layers.0", "norm")) == 1
