@@ -19,9 +19,11 @@ class RunConfig(Section):
     """Which run this is and where it is stored."""
 
     name: str = "run"
+    """The same name in the same storage continues a run. Letters, digits, `.`, `_`, `-`."""
     storage: str = "runs"
     """Local folder or URI that every worker and the coordinator see; the run is `<storage>/<name>/`."""
     seed: int = Field(0, ge=0)
+    """Of weights, data order and dropout; batches and masks are functions of (seed, step, rank)."""
 
     @field_validator("name")
     @classmethod
@@ -55,8 +57,11 @@ class ModelConfig(Section):
     vocab_size: int = Field(2048, ge=300)
     """Size of the bundled tokenizer."""
     dropout: float | None = Field(None, ge=0, lt=1)
+    """Replaces every dropout of the model; null leaves them."""
     gradient_checkpointing: bool = False
+    """Computes activations again in the backward pass: less memory, more time."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Implementation of attention."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -78,10 +83,15 @@ class DataConfig(Section):
     source: str = "bundled"
     """`bundled` (the language reference of this Python), a `.jsonl` or `.parquet` file, or a hub id."""
     schema_: Literal["auto", "openthoughts", "medqa"] = Field("auto", alias="schema")
+    """Of the rows; `auto` looks at the columns."""
     split: str = "train"
+    """Of a hub data set."""
     seq_len: int = Field(1024, ge=8)
+    """Tokens of a sequence."""
     packing: bool = True
+    """Several documents in one sequence, with their boundaries kept apart."""
     max_rows: int | None = Field(None, ge=1)
+    """Use the first rows only."""
     cache: str | None = None
     """Folder for the tokenised data, seen by all ranks. Default: `<storage>/<run>/data`."""
     wait_s: float = Field(1800, gt=0)
@@ -92,20 +102,33 @@ class TrainConfig(Section):
     """Optimisation. A step is an optimizer step; sizes are sequences."""
 
     steps: int | None = Field(None, ge=1)
+    """Length of the run; give this or `epochs`."""
     epochs: float | None = Field(None, gt=0)
+    """Length of the run in passes over the data."""
     global_batch: int = Field(96, ge=1)
+    """Sequences of a step, over all workers; kept at any number of them."""
     micro_batch: int = Field(1, ge=1)
+    """Sequences that a worker computes at once."""
     lr: float = Field(1e-5, gt=0)
+    """Largest learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """From `lr` to `lr * min_lr_ratio`."""
     lr_warmup_steps: int | None = Field(None, ge=0)
+    """Steps in which the rate grows to `lr`; give this or `warmup_ratio`."""
     warmup_ratio: float | None = Field(None, ge=0, lt=1)
+    """The same as a part of all steps."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Last learning rate over the largest."""
     weight_decay: float = Field(0.01, ge=0)
+    """Of matrices; vectors have none."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Of AdamW."""
     eps: float = Field(1e-8, gt=0)
+    """Of AdamW."""
     clip: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 means no clipping."""
     dtype: Literal["bf16", "fp32"] = "bf16"
+    """Of the weights in the forward pass; the optimizer keeps fp32."""
     groups: Literal["layer", "stock"] = "layer"
     """Optimizer groups: one pair per layer, or one pair in all as without LayerCheck."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
@@ -151,6 +174,7 @@ class CheckpointConfig(Section):
     """How the run is protected: by LayerCheck, by one of the methods it is compared with, or not (`none`)."""
 
     method: Method = "layercheck"
+    """What protects the run; the other methods are there for comparison, see below."""
     settings: LayerCheckConfig = LayerCheckConfig()
     """LayerCheck's. Of these the other methods heed `storage_wait_s`, `hang_s` and `metrics_flush_s`."""
     baseline: BaselineSettings = BaselineSettings()
@@ -161,12 +185,15 @@ class ClusterConfig(Section):
     """What Ray Train gets."""
 
     workers: int = Field(2, ge=1)
+    """Ranks of the run."""
     min_workers: int | None = Field(None, ge=1)
     """Go on with as few as these when nodes are lost, and with more when they are back; None: never."""
     resize_check_s: float = Field(60, ge=0)
     """Seconds between looks for nodes that came back, with `min_workers`; growing restarts the workers."""
     cpus_per_worker: float = Field(1, gt=0)
+    """CPUs that Ray reserves for each."""
     gpus_per_worker: float = Field(0, ge=0)
+    """GPUs that Ray reserves for each; 0 trains on CPUs."""
     max_failures: int = Field(3, ge=-1)
     """Restarts of the worker group; -1 means no limit."""
     max_preemption_failures: int = Field(-1, ge=-1)
@@ -179,6 +206,7 @@ class ClusterConfig(Section):
     backend: Literal["gloo", "nccl"] | None = None
     """Default: nccl with GPUs, else gloo."""
     health_check_s: float = Field(0.3, gt=0)
+    """How often Ray Train looks after its workers."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

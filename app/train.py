@@ -69,7 +69,14 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m app", description="Train a run, or continue it.")
     parser.add_argument("--config", required=True, help="name in app/configs, or a YAML file")
-    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="key.path=value")
+    parser.add_argument(
+        "--set",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="key.path=value",
+        help="change settings; the last one wins",
+    )
     parser.add_argument("--run-name", help="same as --set run.name=...; the same name continues a run")
     parser.add_argument("--storage", help="same as --set run.storage=...")
     parser.add_argument("--takeover", action="store_true", help="fence off another live submission")

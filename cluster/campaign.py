@@ -240,12 +240,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m cluster.campaign", description="Kill a run again and again.")
-    parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=3, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="of what is killed when")
     parser.add_argument("--json", metavar="FILE", help="writes the result, problems included")
     parser.add_argument("--folder", metavar="DIR", help="keeps the run's files here; must be new")
-    parser.add_argument("--recovery-limit-s", type=float, default=RECOVERY_LIMIT_S)
-    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="key.path=value")
+    parser.add_argument(
+        "--recovery-limit-s", type=float, default=RECOVERY_LIMIT_S, help="a longer one counts as a hang"
+    )
+    parser.add_argument(
+        "--set", action="extend", nargs="+", default=[], metavar="key.path=value", help="settings of the run"
+    )
     args = parser.parse_args(arguments)
     if args.kills < 1:
         parser.error(f"--kills {args.kills} must be at least 1")

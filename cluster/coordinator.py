@@ -126,7 +126,7 @@ class CoordinatorActor:
         self._started_s = self._last_beat_s = time.monotonic()
         self._completed_s: float | None = None
         self._ending: tuple[str, float] | None = None
-        self._metrics = Metrics(run)
+        self._metrics = Metrics(run, config.s_max)
         collect_rarely()
         threading.Thread(target=self._tick_for_ever, name="tick", daemon=True).start()
 
@@ -164,6 +164,7 @@ class CoordinatorActor:
             if self._plain is not None:
                 self._plain.close()
             self._config, self._plain = config, None
+        self._metrics.limit(config.s_max)
         again: AttemptGrant = self.call("begin_attempt", *args)
         return again
 

@@ -104,6 +104,11 @@ class PrivateHead(PrivateNode):
         """Variables that a client of this head needs."""
         return {"RAY_ADDRESS": self.address, **_auth_env(self.folder)}
 
+    @property
+    def client_env(self) -> dict[str, str]:
+        """The whole environment of a client: this process's, without what belongs to another cluster."""
+        return {**_clean_env(), **self.env}
+
 
 def start_head(
     num_cpus: int | None = None, ready_s: float = 90, env: dict[str, str] | None = None

@@ -1,4 +1,4 @@
-"""The one observer that maps what a coordinator hears and says to Ray metrics. See docs/metrics.md.
+"""The one observer that maps what a coordinator hears and says to Ray metrics. See docs/reference/metrics.md.
 
 It costs no storage access and no call. What only the ranks know (stall, bytes in flight, drift over
 threshold, ages) rides in the heartbeat's trainer state, `["layercheck"]["costs"]`.
@@ -6,11 +6,13 @@ threshold, ages) rides in the heartbeat's trainer state, `["layercheck"]["costs"
 
 import math
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
+from cluster.pace import Pace
 from layercheck.coordination.protocol import HeartbeatReply
 from layercheck.manifest import EventId
 
@@ -22,13 +24,20 @@ GAUGES = {
     "weighted_age": "Mean of these steps over the layers, weighted by size",
     "drift_ratio": "Largest D/K after the decision of a step; above 1 a due layer was put off",
     "inflight_bytes": "Bytes that the slowest rank still has to write",
+    "s_max": "Steps that no layer may be older than",
+    "step_seconds": "Median seconds of a step, saving included",
+    "ettr": "Median step x steps kept / elapsed time, since this coordinator's first step",
 }
 COUNTERS = {
     "events": "Events that were committed",
     "failed_saves": "Events that were declared lost",
     "shard_bytes": "Bytes of all shards that ranks reported durable",
     "stall_seconds": "Seconds that training waited for saves",
+    "recoveries": "Recoveries whose receipt came",
+    "recovery_seconds": "Seconds of recoveries, by phase",
 }
+PHASES = ("detect", "reschedule", "plan", "fetch", "install", "first_step")
+"""Values of the tag `phase` of `recovery_seconds`."""
 PREFIX = "layercheck_"
 
 
@@ -38,10 +47,12 @@ class Metrics:
     A counter is what this coordinator counted; a restarted one counts from zero, as Prometheus expects.
     """
 
-    def __init__(self, run: str) -> None:
+    def __init__(
+        self, run: str, s_max: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._gauges = {key: Gauge(PREFIX + key, text, tag_keys=("run",)) for key, text in GAUGES.items()}
         self._counters = {
-            key: Counter(PREFIX + key, text, tag_keys=("run",)) for key, text in COUNTERS.items()
+            key: Counter(PREFIX + key, text, tag_keys=tag_keys(key)) for key, text in COUNTERS.items()
         }
         for metric in (*self._gauges.values(), *self._counters.values()):
             metric.set_default_tags({"run": run})
@@ -52,6 +63,14 @@ class Metrics:
         self._lost: set[int] = set()
         self._committed: tuple[int, int] = (-1, 0)
         self._open: dict[EventId, set[int]] = {}
+        self._told: set[tuple[int, str]] = set()
+        self._pace = Pace(clock)
+        if s_max is not None:
+            self.limit(s_max)
+
+    def limit(self, s_max: int) -> None:
+        """The age limit that holds from now on."""
+        self._set("s_max", s_max)
 
     def saw(self, name: str, args: Sequence[Any], answer: Any) -> None:
         """Takes one call and its answer; calls of several threads come in any order."""
@@ -60,6 +79,8 @@ class Metrics:
                 self._record(*args)
             elif name == "heartbeat":
                 self._heartbeat(args[0], args[1], args[2], answer)
+            elif name == "note_receipt":
+                self._receipt(*args)
 
     def _record(self, event: EventId, rank: int, rows: Sequence[Any], _state: Any) -> None:
         known = event.attempt == self._attempt and _order(event) <= self._committed
@@ -71,11 +92,16 @@ class Metrics:
     def _heartbeat(self, attempt: int, step: int, state: dict[str, Any], reply: HeartbeatReply) -> None:
         if reply.fenced or attempt < self._attempt:
             return  # a zombie's figures would mix two lives
-        if attempt > self._attempt:
+        is_new = attempt > self._attempt
+        if is_new:
             self._begin(attempt)
         if step < self.values.get("step", 0):
             return
         self._set("step", step)
+        figures = self._pace.saw(step, is_new)
+        if figures is not None:
+            self._set("step_seconds", figures.step_s)
+            self._set("ettr", figures.ettr)
         new = set(reply.lost_steps) - self._lost
         self._lost |= new
         self._count("failed_saves", len(new))
@@ -83,6 +109,17 @@ class Metrics:
         self._set("committed_step", self._committed[0])
         self._close_events()
         self._costs((state.get("layercheck") or {}).get("costs") or {})
+
+    def _receipt(self, attempt: int, receipt: dict[str, Any]) -> None:
+        """A receipt comes again when more of it is known: each phase counts once."""
+        if (attempt, "") not in self._told:
+            self._told.add((attempt, ""))
+            self._count("recoveries", 1)
+        for phase in PHASES:
+            seconds = receipt.get(f"{phase}_s")
+            if seconds is not None and (attempt, phase) not in self._told:
+                self._told.add((attempt, phase))
+                self._count("recovery_seconds", seconds, phase)
 
     def _close_events(self) -> None:
         """Events commit in step order, so all up to the newest one are committed or lost."""
@@ -110,10 +147,16 @@ class Metrics:
         self.values[key] = value
         self._gauges[key].set(value)
 
-    def _count(self, key: str, more: float) -> None:
+    def _count(self, key: str, more: float, phase: str | None = None) -> None:
         if more > 0:
-            self.values[key] = self.values.get(key, 0) + more
-            self._counters[key].inc(more)
+            name = key if phase is None else f"{key}.{phase}"
+            self.values[name] = self.values.get(name, 0) + more
+            self._counters[key].inc(more, tags={"phase": phase} if phase else {})
+
+
+def tag_keys(key: str) -> tuple[str, ...]:
+    """Tags of a metric."""
+    return ("run", "phase") if key == "recovery_seconds" else ("run",)
 
 
 def _order(event: EventId) -> tuple[int, int]:

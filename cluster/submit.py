@@ -2,27 +2,27 @@
 
     python -m cluster.submit train --config tiny --run-name first
     python -m cluster.submit ettr --costs paper --out ettr
+    python -m cluster.submit train --attach JOB          # follows a job that was submitted before
+    python -m cluster.submit train --stop JOB            # ends it; a run saves what moved first
 
 The cluster is RAY_ADDRESS or `--address` (`http://host:8265` or `host:6379`); with token authentication set
-RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH. The working folder is uploaded, without what `EXCLUDED` names.
+RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH. The working folder is uploaded, without what
+`EXCLUDED` names. Ctrl-C leaves the job alone and says how to follow it again.
 """
 
 import argparse
-import asyncio
 import logging
 import os
 import shlex
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import yaml
 from ray.exceptions import RayError
-from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.job_submission import JobSubmissionClient
 
+from cluster.follow import Commands, JobFollower
 from layercheck.errors import ConfigError, LayerCheckError
 
 ENTRY = {"train": "app", "ettr": "simulations.ettr", "measure": "simulations.measure"}
@@ -38,11 +38,8 @@ EXCLUDED = [
 ]
 PATHS = ("--out", "--costs", "--trace")
 """Arguments of the simulation and the measurements that name files."""
-LOST_CONTACT = 3
-"""Exit code when the job server stayed away for `_CONTACT_S`, or `--limit-s` is over. The job goes on."""
-
-_CONTACT_S = 60.0
-_END = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
+STOP_WAIT_S = 150
+"""Seconds between SIGTERM and SIGKILL of a job, in place of Ray's 3: a run makes its last save."""
 
 
 class SubmitError(LayerCheckError):
@@ -50,8 +47,12 @@ class SubmitError(LayerCheckError):
 
 
 def submit(
-    address: str | None, kind: str, args: list[str], env: dict[str, str] | None = None
-) -> "JobFollower":
+    address: str | None,
+    kind: str,
+    args: list[str],
+    env: dict[str, str] | None = None,
+    runtime_env: Path | None = None,
+) -> JobFollower:
     """Submits one job and returns what follows it.
 
     Args:
@@ -59,26 +60,84 @@ def submit(
         kind: a key of `ENTRY`.
         args: of the program; local paths are made absolute, since the job runs in another folder.
         env: more variables for the job.
+        runtime_env: a YAML file with more of Ray's runtime environment, such as pinned packages.
 
     Raises:
         SubmitError: nobody answers at the address, or the job is refused.
+        ConfigError: no address is known, or the file is wrong.
+    """
+    place = _address(address)
+    program = with_absolute_storage(args) if kind == "train" else with_absolute_paths(args)
+    environment = job_environment(runtime_env, env or {})
+    try:
+        client = _client(place)
+        job = client.submit_job(
+            entrypoint=shlex.join(["python", "-m", ENTRY[kind], *program]), runtime_env=environment
+        )
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise SubmitError(f"cannot submit to {place}: {error}", address=place) from error
+    print(f"job {job} submitted", flush=True)
+    given = ["--runtime-env", str(runtime_env)] if runtime_env else []
+    return JobFollower(client, job, _commands(address, kind, job, [*given, *args]))
+
+
+def attach(address: str | None, kind: str, job: str) -> JobFollower:
+    """Returns what follows, or stops, a job that somebody submitted before.
+
+    Raises:
+        SubmitError: nobody answers at the address, or it knows no such job.
         ConfigError: no address is known.
     """
-    address = address or os.environ.get("RAY_ADDRESS")
-    if not address:
-        raise ConfigError("no cluster: set RAY_ADDRESS or pass --address http://host:8265")
-    program = with_absolute_storage(args) if kind == "train" else with_absolute_paths(args)
-    runtime_env: dict[str, Any] = {"working_dir": str(Path.cwd()), "excludes": EXCLUDED}
-    if env:
-        runtime_env["env_vars"] = env
+    place = _address(address)
     try:
-        client = _client(address)
-        job = client.submit_job(
-            entrypoint=shlex.join(["python", "-m", ENTRY[kind], *program]), runtime_env=runtime_env
-        )
+        client = _client(place)
+        client.get_job_status(job)
     except (ConnectionError, RuntimeError, RayError) as error:
-        raise SubmitError(f"cannot submit to {address}: {error}", address=address) from error
-    return JobFollower(client, job, resume=shlex.join(["python", "-m", "cluster.submit", kind, *args]))
+        raise SubmitError(f"no job {job} at {place}: {error}", address=place, job=job) from error
+    return JobFollower(client, job, _commands(address, kind, job, None))
+
+
+def job_environment(file: Path | None, env: dict[str, str]) -> dict[str, Any]:
+    """Ray's runtime environment of a job: this folder, what `file` adds, and more variables.
+
+    Raises:
+        ConfigError: the file cannot be read, or sets what is decided here.
+    """
+    given = _read_runtime_env(file) if file else {}
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), **given.get("env_vars", {}), **env}
+    return {**given, "working_dir": str(Path.cwd()), "excludes": EXCLUDED, "env_vars": variables}
+
+
+def _read_runtime_env(file: Path) -> dict[str, Any]:
+    try:
+        given = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--runtime-env {file}: {error}", path=str(file)) from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"--runtime-env {file} must hold keys such as pip and env_vars", path=str(file))
+    if taken := {"working_dir", "excludes"} & given.keys():
+        raise ConfigError(
+            f"--runtime-env {file}: {sorted(taken)} are set by this command, which uploads the folder that "
+            "it runs in: leave them out",
+            path=str(file),
+        )
+    return given
+
+
+def _address(address: str | None) -> str:
+    found = address or os.environ.get("RAY_ADDRESS")
+    if not found:
+        raise ConfigError("no cluster: set RAY_ADDRESS or pass --address http://host:8265")
+    return found
+
+
+def _commands(address: str | None, kind: str, job: str, args: list[str] | None) -> Commands:
+    ours = ["python", "-m", "cluster.submit", kind, *(["--address", address] if address else [])]
+    return Commands(
+        resume="" if args is None else shlex.join([*ours, *args]),
+        attach=shlex.join([*ours, "--attach", job]),
+        stop=shlex.join([*ours, "--stop", job]),
+    )
 
 
 def _client(address: str) -> JobSubmissionClient:
@@ -91,90 +150,6 @@ def _client(address: str) -> JobSubmissionClient:
         return JobSubmissionClient(address)
     finally:
         os.environ.update({name: value for name, value in hidden.items() if value is not None})
-
-
-class JobFollower:
-    """Shows the log of one job, line by line, until it ends.
-
-    Attributes:
-        job: submission id.
-        show: called with every line of the log; prints it unless somebody else takes it.
-    """
-
-    def __init__(self, client: JobSubmissionClient, job: str, resume: str) -> None:
-        self.job = job
-        self.show: Callable[[str], None] = _print_line
-        self._client = client
-        self._resume = resume
-        self._num_seen = 0
-        self._begun_line = ""
-
-    def follow(self, limit_s: float | None = None) -> int:
-        """Returns the job's exit code; `LOST_CONTACT` if it was still running when the wait ended."""
-        print(f"job {self.job} submitted", flush=True)
-        try:
-            status = asyncio.run(self._until_end(limit_s))
-        except KeyboardInterrupt:
-            status = None
-        self._take("\n" if self._begun_line else "")
-        if status is None:
-            print(f"job {self.job} goes on; ray job logs -f {self.job}, ray job stop {self.job}", flush=True)
-            return LOST_CONTACT
-        code = self._exit_code(status)
-        print(f"job {self.job} {status.lower()}, exit code {code}", flush=True)
-        if code:
-            print(f"to continue this run from its newest saves: {self._resume}", flush=True)
-        return code
-
-    async def _until_end(self, limit_s: float | None) -> JobStatus | None:
-        deadline = time.monotonic() + limit_s if limit_s else float("inf")
-        heard_s = time.monotonic()
-        while True:
-            try:
-                await self._follow_log(deadline)
-                status = await asyncio.to_thread(self._client.get_job_status, self.job)
-                heard_s = time.monotonic()
-                if status in _END:
-                    return status
-            except (RuntimeError, ConnectionError, aiohttp.ClientError) as error:
-                if time.monotonic() - heard_s > _CONTACT_S:
-                    print(f"no contact with the cluster for {_CONTACT_S:g} s: {error}", flush=True)
-                    return None
-            if time.monotonic() > deadline:
-                print(f"the limit of {limit_s:g} s is over", flush=True)
-                return None
-            await asyncio.sleep(1)
-
-    async def _follow_log(self, deadline: float) -> None:
-        """Takes what is new until the log ends; each connection starts at its first line."""
-        skip = self._num_seen
-        stream: AsyncIterator[str] = self._client.tail_job_logs(self.job)
-        while True:
-            left_s = min(deadline - time.monotonic(), 24 * 3600)
-            try:
-                text = await asyncio.wait_for(anext(stream), timeout=max(left_s, 0.01))
-            except (StopAsyncIteration, TimeoutError):
-                return
-            new, skip = text[skip:], max(0, skip - len(text))
-            self._num_seen += len(new)
-            self._take(new)
-
-    def _take(self, text: str) -> None:
-        *lines, self._begun_line = (self._begun_line + text).split("\n")
-        for line in lines:
-            self.show(line)
-
-    def _exit_code(self, status: JobStatus) -> int:
-        if status == JobStatus.SUCCEEDED:
-            return 0
-        details = self._client.get_job_info(self.job)
-        if details.driver_exit_code is None and details.message:
-            print(details.message, flush=True)
-        return details.driver_exit_code or 1
-
-
-def _print_line(line: str) -> None:
-    print(line, flush=True)
 
 
 def with_absolute_storage(args: list[str]) -> list[str]:
@@ -237,9 +212,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("kind", choices=sorted(ENTRY))
     parser.add_argument("--address", help="default: RAY_ADDRESS")
     parser.add_argument("--limit-s", type=float, help="stop following after this long; the job goes on")
+    parser.add_argument("--runtime-env", type=Path, metavar="FILE", help="YAML: more of Ray's runtime_env")
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument("--attach", metavar="JOB", help="follow this job, submit none")
+    earlier.add_argument("--stop", metavar="JOB", help="end this job: a run saves what moved first")
     ours, program_args = parser.parse_known_args(argv)
+    if (ours.attach or ours.stop) and (program_args or ours.runtime_env):
+        parser.error("--attach and --stop submit nothing: they take only --address and --limit-s")
     try:
-        return submit(ours.address, ours.kind, program_args).follow(ours.limit_s)
+        if ours.stop:
+            return attach(ours.address, ours.kind, ours.stop).stop(ours.limit_s)
+        if ours.attach:
+            return attach(ours.address, ours.kind, ours.attach).follow(ours.limit_s)
+        job = submit(ours.address, ours.kind, program_args, runtime_env=ours.runtime_env)
+        return job.follow(ours.limit_s)
     except LayerCheckError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

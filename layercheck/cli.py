@@ -7,8 +7,8 @@ import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from layercheck.commands.answer import DAMAGE, GOOD, USAGE, Answer
@@ -16,13 +16,11 @@ from layercheck.commands.export import ExportOptions, export
 from layercheck.commands.gc import gc
 from layercheck.commands.plan import PlanOptions, plan
 from layercheck.commands.report import report
-from layercheck.commands.status import has_completed, status
+from layercheck.commands.status import status
 from layercheck.commands.store import Store, open_both
 from layercheck.commands.verify import verify
 from layercheck.errors import ConfigError, LayerCheckError
 
-_WATCH_S = 2.0
-_CLEAR = "\033[H\033[2J"
 Command = Callable[[Store, argparse.Namespace], Answer]
 
 
@@ -62,19 +60,10 @@ def _plain(value: Any) -> Any:
 
 
 def _watch(store: Store, args: argparse.Namespace) -> int:
-    """Again every two seconds until the run has completed or Ctrl-C; with --json one line each time."""
-    try:
-        while True:
-            over = has_completed(store)
-            answer = args.command(store, args)
-            if not args.json and sys.stdout.isatty():
-                print(_CLEAR, end="")
-            code = _say(answer, args)
-            if over:
-                return code
-            time.sleep(_WATCH_S)
-    except KeyboardInterrupt:
-        return GOOD
+    """With --json one line each time."""
+    from layercheck.commands.watch import watch  # the other commands need no terminal library
+
+    return watch(store, partial(_say, args=args) if args.json else None)
 
 
 # ---------------------------------------------------------------- the command line
@@ -94,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     watched = add("status", "newest version and age of every layer", lambda store, _: status(store))
-    watched.add_argument("--watch", action="store_true", help="print again every two seconds")
+    watched.add_argument("--watch", action="store_true", help="a live view, until the run has completed")
     _plan_flags(
         add("plan", "dry run of the next recovery", lambda store, args: plan(store, _plan_options(args)))
     )

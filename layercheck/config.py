@@ -14,6 +14,8 @@ class DriftConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     norm: Literal["mean_abs", "rms", "rel_l2", "rel_l1"] = "mean_abs"
+    """Scalar that an update of a layer becomes: mean or root mean square of its values, or relative to
+    the weights."""
     kind: Literal["path", "displacement"] = "path"
     """`path`: sum of the updates since the newest version (paper 3.2). `displacement`: distance from it."""
     sample: Literal["auto", "exact", "sampled"] = "auto"
@@ -26,6 +28,7 @@ class LayerCheckConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     drift: DriftConfig = DriftConfig()
+    """See below."""
 
     target_interval: float = Field(100, gt=0)
     """Wanted mean persist interval in steps; K0 is calibrated for it at the end of the warm-up."""
@@ -47,26 +50,40 @@ class LayerCheckConfig(BaseModel):
     max_event_share: float = Field(0.15, gt=0, le=1)
     """Largest part of the full state that one selective event may hold (one layer always may)."""
     selection: Literal["drift", "round_robin", "random", "full"] = "drift"
+    """How due layers are chosen; all but `drift` are there for comparison, at equal bytes."""
 
     warmup_steps: int = Field(200, ge=2)
+    """Steps of the run, not of the attempt, with full events only. K0 is calibrated in their second half."""
     warmup_full_every: int = Field(100, ge=1)
+    """Steps between full events in the warm-up; at most 3/4 of `s_max`."""
     full_every: int = Field(2000, ge=0)
     """Steps between full events after the warm-up; 0 means none."""
 
     keep_versions: int = Field(2, ge=1)
+    """Newest versions of each layer that are never collected."""
     keep_full: int = Field(1, ge=1)
+    """Newest full events that are never collected."""
 
     failure_aware: bool = True
     """Lower K at a resume when failures come faster than the mean interval allows."""
     recovery: Literal["composite", "uniform", "strict"] = "composite"
+    """`composite`: newest version of each layer. `uniform`: newest full event, steps since then run again.
+    `strict`: composite, refused with a layer older than `strict_max_age`."""
     strict_max_age: int | None = Field(None, ge=0)
+    """Largest age in steps that a `strict` recovery accepts."""
     probation_steps: int = Field(20, ge=0)
+    """Steps after a recovery in which the versions before it are kept, should the loss turn non-finite."""
 
     on_bound: Literal["wait", "continue"] = "wait"
+    """When a layer reaches `s_max` uncommitted: all ranks wait for the storage, or go on with an alert."""
     storage_wait_s: float = Field(600, gt=0)
+    """Longest wait for the storage at the age limit; then the run ends with one error."""
     event_timeout_s: float = Field(300, gt=0)
+    """An event that is incomplete after this long is declared lost; its layers are due again."""
     takeover_s: float = Field(30, gt=0)
+    """A submission takes over a run whose progress file did not change for so long."""
     idle_s: float = Field(3600, gt=0)
+    """Under Ray the coordinator ends itself after this long without a heartbeat."""
     scrub_hours: float = Field(24, ge=0)
     """Every live byte is read again and checked once in so many hours, in the background; 0: never."""
     hang_s: float = Field(1800, ge=0)
@@ -76,6 +93,7 @@ class LayerCheckConfig(BaseModel):
     write_retries: int = Field(8, ge=0)
     """Tries after the first, with pauses from 0.2 s doubling up to 10 s: half a minute by default."""
     metrics_flush_s: float = Field(60, gt=0)
+    """Seconds between parts of `metrics/` and `drift/`."""
 
     preemption_signals: tuple[str, ...] = ("SIGTERM",)
     """Signals that announce the end of a rank, such as SIGUSR1 for Slurm's `--signal`; () for none. All

@@ -57,9 +57,11 @@ def _parser() -> argparse.ArgumentParser:
         "--cluster", action="store_true", help="8 to 131,072 GPUs in place of a range of MTBFs"
     )
     add_cluster_options(parser)
-    parser.add_argument("--mtbf-h", nargs=2, type=float, default=(0.01, 3.0), metavar=("FROM", "TO"))
+    parser.add_argument(
+        "--mtbf-h", nargs=2, type=float, default=(0.01, 3.0), metavar=("FROM", "TO"), help="range, in hours"
+    )
     parser.add_argument("--points", type=int, default=13, help="MTBFs in that range, evenly on the logarithm")
-    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=200, help="simulated runs of each cell")
     parser.add_argument("--days", type=float, default=30.0, help="simulated time of one seed")
     parser.add_argument("--no-pictures", action="store_true", help="tables only; needs no matplotlib")
     parser.add_argument("--here", action="store_true", help="in this process, whatever RAY_ADDRESS says")

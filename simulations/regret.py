@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         "--s-max", type=int, default=50, help="largest age of a layer at a recovery, in steps"
     )
     parser.add_argument("--failures", type=int, default=10, help="of the scenario with a fixed number")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the failures")
     parser.add_argument("--no-pictures", action="store_true", help="tables only; needs no matplotlib")
     return parser
 

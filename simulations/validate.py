@@ -85,11 +85,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--interval-steps", type=int, default=20, help="of methods that save at intervals")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} in place of {USUAL}")
-    parser.add_argument("--minutes", type=float)
-    parser.add_argument("--mtbf-s", type=float)
-    parser.add_argument("--recoveries", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="key.path=value")
+    parser.add_argument("--minutes", type=float, help="of each run with failures")
+    parser.add_argument("--mtbf-s", type=float, help="mean seconds between kills")
+    parser.add_argument("--recoveries", type=int, help="kills in a row for the costs of one")
+    parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument(
+        "--set", action="extend", nargs="+", default=[], metavar="key.path=value", help="settings of the run"
+    )
     return parser
 
 

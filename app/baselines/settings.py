@@ -17,6 +17,7 @@ class IntervalSettings(Section):
     """A method that saves its full state every so many steps."""
 
     interval_steps: int = Field(100, ge=1)
+    """Steps between two full saves."""
 
 
 class CheckFreqSettings(Section):
@@ -25,6 +26,7 @@ class CheckFreqSettings(Section):
     mode: Literal["auto", "manual"] = "auto"
     """`auto` tunes the interval; `manual` keeps to `interval_steps`."""
     interval_steps: int = Field(100, ge=1)
+    """Steps between two full saves, with `manual`."""
     max_overhead: float = Field(0.05, gt=0, lt=1)
     """Share of a step that checkpoints may add."""
     profile_from: int = Field(5, ge=1)

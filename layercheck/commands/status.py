@@ -11,7 +11,11 @@ from layercheck.coordination.status import summarize
 
 def status(store: Store) -> Answer:
     """The newest versions and their ages, from storage alone; live figures come from the progress file."""
-    facts = store.facts()
+    return describe(store.facts())
+
+
+def describe(facts: StoreFacts) -> Answer:
+    """The answer for what a store holds."""
     value = summarize(facts)
     fresh = is_fresh(facts)
     good = (value["recoverable"] or fresh) and not facts.damaged
@@ -19,9 +23,8 @@ def status(store: Store) -> Answer:
     return Answer(value, text, GOOD if good else DAMAGE, facts.notes)
 
 
-def has_completed(store: Store) -> bool:
+def has_completed(facts: StoreFacts) -> bool:
     """True if the newest attempt said that it came to its end: nothing will change any more."""
-    facts = store.facts()
     beat = facts.progress.get(facts.newest.attempt) if facts.newest else None
     return beat is not None and beat.ended == "completed"
 

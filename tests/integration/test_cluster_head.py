@@ -1,6 +1,7 @@
 """Private heads and jobs on them, each used from processes of their own, as a person would."""
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -12,13 +13,22 @@ from pathlib import Path
 
 import pytest
 
+from cluster.follow import LOST_CONTACT
 from cluster.head import HeadError, PrivateHead, _members, start_head
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.ray
 
 PROGRAM = """
-import os, sys
+import os, signal, sys, time
+if "--save-to" in sys.argv:
+    def save(*_):
+        time.sleep(4)  # longer than Ray waits by itself
+        open(sys.argv[sys.argv.index("--save-to") + 1], "w").write("saved")
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+    print("training", flush=True)
+    time.sleep(300)
 print("arguments", sys.argv[1:], flush=True)
 print("runs", sys.executable, flush=True)
 print("sees", os.environ["RAY_ADDRESS"], flush=True)
@@ -118,6 +128,40 @@ def test_submitting_to_nobody_is_one_clear_error(project, head):
     done = submit(head, project, "--address", "http://127.0.0.1:9", "--code", "0")
     assert done.returncode == 2
     assert "cannot submit to http://127.0.0.1:9" in done.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_job_alone_and_stop_lets_it_save_first(head, project, tmp_path):
+    saved = tmp_path / "saved"
+    command = [sys.executable, "-m", "cluster.submit", "train"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **head.env}
+    with subprocess.Popen(
+        [*command, "--save-to", str(saved)], cwd=project, env=env, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        begun = [next(first.stdout)]
+        while "training" not in begun[-1]:
+            begun.append(next(first.stdout))
+        first.send_signal(signal.SIGINT)
+        left = first.stdout.read()
+    assert first.returncode == LOST_CONTACT
+    job = begun[0].split()[1]
+    assert f"job {job} goes on; to follow it: python -m cluster.submit train --attach {job}" in left
+    assert f"to end it: python -m cluster.submit train --stop {job}" in left
+    assert not saved.exists()
+    done = submit(head, project, "--stop", job)
+    assert done.returncode == 0, done.stderr
+    assert saved.read_text() == "saved"
+    assert f"job {job} stopped" in done.stdout
+    again = submit(head, project, "--attach", job)
+    assert again.returncode == 1
+    assert "training" in again.stdout
+
+
+def test_a_job_that_nobody_submitted_is_one_clear_error(head, project):
+    done = submit(head, project, "--stop", "raysubmit_nosuch")
+    assert done.returncode == 2
+    assert "no job raysubmit_nosuch at " in done.stderr
 
 
 def _is_living(pid: int) -> bool:
