@@ -18,6 +18,7 @@ from layercheck.tracking.notices import RankNotices
 from layercheck.zero3 import Zero3Engine
 
 _STEPS = 30
+_PAIRS = 5
 _WIDTH = 16
 _ALL_REDUCES = 300
 
@@ -36,11 +37,17 @@ class _Blocks(torch.nn.Module):
 
 
 def grouping_ms(rank: int, storage: str, blocks: tuple[int, ...]) -> dict[str, float]:
-    """Milliseconds per step that layer groups add: {blocks: median with - median with stock groups}."""
-    return {
-        str(count): 1000 * (_step_s(storage, count, "layer") - _step_s(storage, count, "stock"))
-        for count in blocks
-    }
+    """Milliseconds per step that layer groups add: {blocks: median of (with - with stock groups)}.
+
+    Each difference is of two engines timed one right after the other, since a machine's speed drifts.
+    """
+    return {str(count): 1000 * statistics.median(_differences_s(storage, count)) for count in blocks}
+
+
+def _differences_s(storage: str, num_blocks: int) -> list[float]:
+    return [
+        _step_s(storage, num_blocks, "layer") - _step_s(storage, num_blocks, "stock") for _ in range(_PAIRS)
+    ]
 
 
 def scalar_all_reduce_ms(rank: int) -> float:
