@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
     parser.add_argument("--quick", action="store_true", help="fewer steps, 10 to 15 minutes")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="of `methods`: some of them")
+    parser.add_argument("--rounds", type=int, help="of `methods`: blocks of each arm (full: 3, quick: 1)")
     parser.add_argument("--resume", action="store_true", help="of `methods`: run the blocks that are missing")
     parser.add_argument("--seed", type=int, default=0, help="of `methods`: of the order of the blocks")
     return parser
@@ -53,7 +54,9 @@ def _saving(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _methods(options: argparse.Namespace) -> dict[str, Any]:
-    order = order_of(options.out, options.methods, options.quick, options.seed, options.resume)
+    order = order_of(
+        options.out, options.methods, options.quick, options.seed, options.resume, options.rounds
+    )
     return measure_methods(order, lambda text: print(text, file=sys.stderr, flush=True))
 
 

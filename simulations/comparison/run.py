@@ -49,17 +49,38 @@ class Order:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What has to be the same for blocks to belong together."""
-        return {"methods": list(self.methods), "length": asdict(self.length), "seed": self.seed}
+        """What has to be the same for blocks to belong together; more rounds may follow."""
+        of_a_block = replace(self.length, rounds=0, kill_rounds=0)
+        return {"methods": list(self.methods), "length": asdict(of_a_block), "seed": self.seed}
 
 
-def order_of(out: Path, methods: Sequence[str], quick: bool, seed: int, resume: bool = False) -> Order:
+def order_of(
+    out: Path,
+    methods: Sequence[str],
+    quick: bool,
+    seed: int,
+    resume: bool = False,
+    rounds: int | None = None,
+) -> Order:
     """Checks what was asked for.
+
+    Args:
+        out: folder of the results.
+        methods: of `arms.METHODS`.
+        quick: short blocks of a small model.
+        seed: of the order of the blocks.
+        resume: take over what was measured there before.
+        rounds: blocks of each arm, without a kill and with one; None for as many as `quick` says.
 
     Raises:
         ConfigError: there is no such method, the folder is not empty, or it holds another order.
     """
-    order = Order(out, arms.check_methods(methods), QUICK if quick else FULL, seed, quick)
+    length = QUICK if quick else FULL
+    if rounds is not None:
+        if rounds < 1:
+            raise ConfigError(f"--rounds {rounds} must be at least 1")
+        length = replace(length, rounds=rounds, kill_rounds=rounds)
+    order = Order(out, arms.check_methods(methods), length, seed, quick)
     if resume:
         return replace(order, done=_read_blocks(order))
     if out.exists() and any(out.iterdir()):

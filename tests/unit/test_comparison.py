@@ -376,3 +376,11 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
 def test_nothing_can_be_resumed_where_nothing_was_measured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         run.order_of(tmp_path, ["gemini"], quick=True, seed=0, resume=True)
+
+
+def test_more_rounds_may_follow_and_their_number_is_checked(tmp_path: Path) -> None:
+    _measured_before(tmp_path / "m")
+    order = run.order_of(tmp_path / "m", ["gemini"], quick=True, seed=0, resume=True, rounds=5)
+    assert (order.length.rounds, order.length.kill_rounds, order.done) == (5, 5, (BLOCKS[0],))
+    with pytest.raises(ConfigError, match="--rounds 0 must be at least 1"):
+        run.order_of(tmp_path / "n", ["gemini"], quick=True, seed=0, rounds=0)
