@@ -9,6 +9,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,13 @@ def test_ctrl_c_leaves_a_job_alone_and_stop_lets_it_save_first(head, project, tm
     command = [sys.executable, "-m", "cluster.submit", "train"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), **head.env}
     with subprocess.Popen(
-        [*command, "--save-to", str(saved)], cwd=project, env=env, stdout=subprocess.PIPE, text=True
+        [*command, "--save-to", str(saved)],
+        cwd=project,
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell starts its background jobs with Ctrl-C ignored, and so would these tests start the command.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as first:
         assert first.stdout is not None
         begun = [next(first.stdout)]
