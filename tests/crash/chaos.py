@@ -22,6 +22,7 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 import layercheck
+from cluster.locks import prepare_extensions
 from tests import micro
 
 STEPS, EVERY = 12, 4
@@ -63,6 +64,8 @@ def main() -> int:
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    # Else a kill at start-up leaves a lock for which every later start waits without limit.
+    os.environ |= prepare_extensions(args.out)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with tempfile.TemporaryDirectory() as meet:
         torch.distributed.init_process_group("gloo", init_method=f"file://{meet}/meet", rank=0, world_size=1)
