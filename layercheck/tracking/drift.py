@@ -40,9 +40,8 @@ def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 
 class _Copied(NamedTuple):
-    """What one sub-group held before its update, by run, and where that lives."""
+    """By run of elements: `slots` hold what the live `views` held before the update."""
 
-    sample: SubGroupSample
     slots: list[Tensor]
     views: list[Tensor]
 
@@ -104,14 +103,15 @@ class DriftMeter:
 
     def _before(self, group: SubGroup, lr: float) -> None:
         started = perf_counter()
-        if group.index in self._copied:
-            self._fold()
         self._lr = max(self._lr, lr)
-        sample, phase = self._samples[group.index], phase_of(self._reduced)
-        views, slots = sample.views(phase), sample.slots(self._rooms[group.index], phase)
-        if slots:
-            torch._foreach_copy_(slots, views)
-            self._copied[group.index] = _Copied(sample, slots, views)
+        if group.index in self._updated:
+            self._fold()
+        if not self._keeps:
+            self._copy([group.index])
+        elif not self._updated:
+            # Before the first update of a step all are as they were: one pass copies them.
+            self._copy(range(len(self._samples)))
+        self._updated.add(group.index)
         self._collecting_s += perf_counter() - started
 
     def _after(self, group: SubGroup) -> None:
@@ -120,20 +120,30 @@ class DriftMeter:
             self._fold()
             self._collecting_s += perf_counter() - started
 
+    def _copy(self, indices: Iterable[int]) -> None:
+        """Keeps what these sub-groups hold at the places that are looked at."""
+        phase = phase_of(self._reduced)
+        slots, views = [], []
+        for index in indices:
+            sample = self._samples[index]
+            slots += sample.slots(self._rooms[index], phase)
+            views += sample.views(phase)
+            self._owners += [self._index[sample.layer]] * len(sample)
+            self._weights += sample.weights(phase)
+        if slots:
+            torch._foreach_copy_(slots, views)
+        self._copied = _Copied(slots, views)
+
     def _fold(self) -> None:
         """Adds how far the copied elements have moved since they were copied."""
-        copied = list(self._copied.values())
-        self._copied.clear()
-        slots, views = [t for one in copied for t in one.slots], [t for one in copied for t in one.views]
+        slots, views = self._copied
+        self._copied, self._updated = _Copied([], []), set()
         if not slots:
             return
         torch._foreach_sub_(slots, views)
         self._moved += norms(slots, self._order)
         if self._relative:
             self._held += norms(views, self._order)
-        for one in copied:
-            self._owners += [self._index[one.sample.layer]] * len(one.sample)
-            self._weights += one.sample.weights(phase_of(self._reduced))
 
     # ------------------------------------------------------------------ versions
 
@@ -154,7 +164,8 @@ class DriftMeter:
 
     def reset(self) -> None:
         """Forgets what was measured since the last `reduce`."""
-        self._copied: dict[int, _Copied] = {}
+        self._copied = _Copied([], [])
+        self._updated: set[int] = set()
         self._moved: list[Tensor] = []
         self._held: list[Tensor] = []
         self._owners: list[int] = []
