@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from layercheck import __version__
 from layercheck.commands.answer import DAMAGE, GOOD, USAGE, Answer
 from layercheck.commands.export import ExportOptions, export
 from layercheck.commands.gc import gc
@@ -71,6 +72,7 @@ def _watch(store: Store, args: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("layercheck", description="Looks at the store of a run.")
+    parser.add_argument("--version", action="version", version=f"layercheck {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, text: str, run: Command) -> argparse.ArgumentParser:
