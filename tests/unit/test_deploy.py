@@ -153,7 +153,10 @@ def pins() -> dict[str, Version]:
 def test_the_pins_are_all_that_a_job_needs_within_the_ranges_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    texts = [*project["dependencies"], *(text for name in ("hf", "ray", "app", "sim") for text in extras[name])]
+    texts = [
+        *project["dependencies"],
+        *(text for name in ("hf", "ray", "app", "sim") for text in extras[name]),
+    ]
     needs = [Requirement(text) for text in texts]
     # Ray, and what the job's client needs, is the cluster's own.
     needs = [need for need in needs if need.name not in ("layercheck", "ray", "aiohttp")]

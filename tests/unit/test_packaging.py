@@ -1,4 +1,4 @@
-"""The wheel holds all that the code needs and nothing else; what each package imports is what its extra brings."""
+"""The wheel holds all that the code needs and nothing else; a package imports what its extra brings."""
 
 import re
 import shutil
@@ -30,7 +30,16 @@ IMPORT_NAMES = {"pyyaml": "yaml"}
 """Where the name of a distribution is not that of its module."""
 RUNS_ONLY_WITH = {"cluster.witness": {"torch"}}
 """Imports of a part that another package brings along: the witness is called by the app."""
-NOT_CORE = {"ray", "transformers", "accelerate", "datasets", "matplotlib", "tokenizers", "safetensors", "yaml"}
+NOT_CORE = {
+    "ray",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "matplotlib",
+    "tokenizers",
+    "safetensors",
+    "yaml",
+}
 
 
 # ---------------------------------------------------------------- the wheel
@@ -89,7 +98,15 @@ def test_the_wheel_holds_every_file_of_the_packages_and_no_test(wheel: Path) -> 
     files = (path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file())
     wanted = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
     assert held == wanted
-    assert {Path(name).suffix for name in held} >= {".yaml", ".css", ".js", ".json", ".sh", ".sbatch", ".typed"}
+    assert {Path(name).suffix for name in held} >= {
+        ".yaml",
+        ".css",
+        ".js",
+        ".json",
+        ".sh",
+        ".sbatch",
+        ".typed",
+    }
 
 
 def test_the_wheel_tells_its_version_its_licence_and_its_command(wheel: Path) -> None:
@@ -123,8 +140,8 @@ def test_a_checker_of_types_knows_the_library_in_a_foreign_project(installed: Pa
         "reveal_type(session)\nreveal_type(session.resume())\nsession.after_step('one', {})\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "--ignore-missing-imports",
-         "--cache-dir", str(tmp_path / "cache"), str(script)],
+        [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent",
+         "--ignore-missing-imports", "--cache-dir", str(tmp_path / "cache"), str(script)],
         cwd=tmp_path,
         env={"MYPYPATH": str(installed), "PATH": "/usr/bin:/bin"},
         capture_output=True,
@@ -194,7 +211,9 @@ def test_the_images_that_the_documents_name_are_of_this_version() -> None:
     files = [*(ROOT / "cluster" / "deploy").rglob("*"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     texts = {path: path.read_text() for path in files if path.is_file()}
     found = {
-        (path.name, tag) for path, text in texts.items() for tag in re.findall(r"\blayercheck:(\d[\w.]*)", text)
+        (path.name, tag)
+        for path, text in texts.items()
+        for tag in re.findall(r"\blayercheck:(\d[\w.]*)", text)
     }
     assert len(found) >= 3
     assert {item for item in found if item[1] != layercheck.__version__} == set()
