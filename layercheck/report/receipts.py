@@ -4,15 +4,14 @@ from html import escape
 from typing import Any
 
 from layercheck.commands.answer import number, size
+from layercheck.manifest import RECOVERY_PHASES
 from layercheck.report.pieces import html_table, scrolled
 from layercheck.report.spans import share_bar
-
-_PHASES = ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s")
 
 
 def receipt_section(receipt: dict[str, Any]) -> str:
     """A receipt as storage keeps it; keys that an older version did not write are left out."""
-    phases = [(key.removesuffix("_s").replace("_", " "), receipt.get(key)) for key in _PHASES]
+    phases = [(key.removesuffix("_s").replace("_", " "), receipt.get(key)) for key in RECOVERY_PHASES]
     known = ", ".join(f"{name} {number(seconds)} s" for name, seconds in phases if seconds is not None)
     later = receipt.get("loss_20_steps_later")
     facts = [

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from layercheck.manifest import RECOVERY_PHASES
 from layercheck.report.tables import Columns
 
 USEFUL, AROUND = "useful", "around"
@@ -28,7 +29,11 @@ CAUSES = {
     AROUND: "before the first step and after the last: start, model, data, end",
 }
 """Cause -> what it is. Of one attempt they pass in this order."""
-OUTAGE = ("detect", "reschedule", "plan", "fetch", "install")
+FIRST_STEP = "first step"
+OUTAGE = tuple(
+    cause for phase in RECOVERY_PHASES if (cause := phase.removesuffix("_s").replace("_", " ")) != FIRST_STEP
+)
+"""Causes that a receipt tells; its first step is among the rows of the metrics, too."""
 
 
 class Life(Protocol):
@@ -135,7 +140,7 @@ def _attempt(life: Life, metrics: Columns, kept: Columns, limit: int, median_s: 
         life.number,
         {
             **{cause: float(receipt.get(f"{cause}_s") or 0.0) for cause in OUTAGE},
-            "first step": extra_s,
+            FIRST_STEP: extra_s,
             USEFUL: float(net_s.sum()) - extra_s + missing * median_s,
             "stall": float(np.nansum(mine["stall_s"])),
             "taken back": float(np.nansum(ran["step_s"]) - np.nansum(mine["step_s"])),

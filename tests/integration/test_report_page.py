@@ -157,7 +157,7 @@ def test_the_keyboard_reaches_everything_in_the_order_of_the_page_and_shows_wher
         };
       });
       const all = [...document.querySelectorAll("*")];
-      const outside = all.filter((one) => !one.closest("svg") && !one.closest(".scroll") &&
+      const outside = all.filter((one) => !one.parentElement?.closest("svg") && !one.closest(".scroll") &&
         one.getBoundingClientRect().right > innerWidth + 1).map((one) => one.outerHTML.slice(0, 80));
       const report = document.createElement("pre");
       report.id = "seen";

@@ -120,7 +120,11 @@ def test_the_timeline_is_to_scale_and_marks_each_failure() -> None:
     assert widths["reschedule"] == pytest.approx(whole / 5, abs=0.1)
     crosses = re.findall(r'<path class="failed" d="M([\d.]+) ', drawn)
     assert [float(x) + 4 for x in crosses] == [pytest.approx(spans.LEFT + 0.4 * whole, abs=0.1)]
-    assert re.findall(r">(\d+ s|1.\d+ min)</text>", drawn)[:2] == ["0 s", "20 s"]
+    marks = re.findall(r'<text class="step" x="([\d.]+)"[^>]*>([\d.]+ (?:s|min))</text>', drawn)
+    assert [text for _, text in marks[:3]] == ["0 s", "20 s", "40 s"]
+    assert [float(x) for x, _ in marks[:3]] == [
+        pytest.approx(spans.LEFT + share * whole, abs=0.1) for share in (0.0, 0.2, 0.4)
+    ]
 
 
 def test_a_thousand_attempts_make_a_page_of_sensible_size() -> None:
