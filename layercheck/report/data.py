@@ -16,8 +16,9 @@ import numpy.typing as npt
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.status import summarize
 from layercheck.errors import StorageError
-from layercheck.manifest import ENDED_WELL, EventId
+from layercheck.manifest import EventId
 from layercheck.persistence.storage import Storage
+from layercheck.report.lives import AttemptRow, lives_of
 from layercheck.report.seconds import Seconds, book
 from layercheck.report.tables import Columns, Floats, Ints, LayerWritten, read_parts, read_writes
 
@@ -62,24 +63,6 @@ class Curves:
     def last(self, column: int) -> int:
         """Last step of a column."""
         return int(self.first[column]) + self.width - 1
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptRow:
-    """One life of the worker group. `ended` is None if it was cut off, or lives; `reached` its last step.
-
-    `failed`: it was cut off, or ended by an error.
-    """
-
-    number: int
-    world_size: int
-    mode: str
-    r_b: int
-    reached: int
-    ended: str | None
-    reason: str
-    receipt: dict[str, Any] | None
-    failed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +155,7 @@ def gather(storage: Storage, run: Storage, facts: StoreFacts, span: int = 0) -> 
     status, summary = summarize(facts), _summary(run)
     kept = _in_lineage(facts, metrics)
     steps = max([status["step"], *(w.event.step for w in writes if _is_live(facts, w.event))])
-    attempts = tuple(_attempts(facts))
+    attempts = lives_of(facts)
     return RunReport(
         run=facts.run.name,
         optimizer=facts.run.optimizer,
@@ -264,28 +247,6 @@ def _summary(run: Storage) -> dict[str, Any]:
     except (StorageError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _attempts(facts: StoreFacts) -> list[AttemptRow]:
-    rows = []
-    newest = max(facts.attempts, default=0)
-    for number, record in sorted(facts.attempts.items()):
-        beat = facts.progress.get(number)
-        ended = beat.ended if beat else None
-        rows.append(
-            AttemptRow(
-                number=number,
-                world_size=record.world_size,
-                mode=record.mode,
-                r_b=record.r_b,
-                reached=max(record.r_b, beat.step if beat else 0, facts.newest_commit_step(number)),
-                ended=ended,
-                reason=beat.reason if beat else "",
-                receipt=facts.receipts.get(number),
-                failed=ended == "failed" if number == newest else ended not in ENDED_WELL,
-            )
-        )
-    return rows
 
 
 def _layers(facts: StoreFacts, status: dict[str, Any], writes: list[LayerWritten]) -> list[LayerRow]:

@@ -14,8 +14,9 @@ from typing import Any
 from layercheck.commands.answer import number, size
 from layercheck.report import charts
 from layercheck.report.compare import Pair, compare_section
-from layercheck.report.data import REASONS, AttemptRow, RunReport
+from layercheck.report.data import REASONS, RunReport
 from layercheck.report.figures import figures
+from layercheck.report.lives import AttemptRow
 from layercheck.report.pieces import html_table, seconds_text, share, steps
 from layercheck.report.receipts import receipt_section
 from layercheck.report.seconds import AttemptSeconds

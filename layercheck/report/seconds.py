@@ -8,45 +8,31 @@ tells it for a run of one submission.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 
 from layercheck.manifest import RECOVERY_PHASES
+from layercheck.report.lives import AttemptRow
 from layercheck.report.tables import Columns
 
-USEFUL, AROUND = "useful", "around"
+FIRST_STEP, USEFUL, AROUND = "first step", "useful", "around"
 CAUSES = {
     "detect": "from the last sign of life to the news of the failure",
     "reschedule": "until the workers ran again",
     "plan": "the recovery plan",
     "fetch": "versions read and checked",
     "install": "put into the engine",
-    "first step": "what the first step of an attempt took beyond a median one",
+    FIRST_STEP: "what the first step of an attempt took beyond a median one",
     USEFUL: "steps that count, outside of stalls",
     "stall": "training waited for copies or for the storage",
     "taken back": "steps that a later attempt took back",
     AROUND: "before the first step and after the last: start, model, data, end",
 }
 """Cause -> what it is. Of one attempt they pass in this order."""
-FIRST_STEP = "first step"
 OUTAGE = tuple(
     cause for phase in RECOVERY_PHASES if (cause := phase.removesuffix("_s").replace("_", " ")) != FIRST_STEP
 )
 """Causes that a receipt tells; its first step is among the rows of the metrics, too."""
-
-
-class Life(Protocol):
-    """What is asked of an attempt: its number, the steps that it ran, what its recovery took."""
-
-    @property
-    def number(self) -> int: ...  # noqa: D102
-    @property
-    def r_b(self) -> int: ...  # noqa: D102
-    @property
-    def reached(self) -> int: ...  # noqa: D102
-    @property
-    def receipt(self) -> dict[str, Any] | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +97,7 @@ class Seconds:
 
 
 def book(
-    lives: Sequence[Life], metrics: Columns, kept: Columns, limits: dict[int, int], wall_s: float | None
+    lives: Sequence[AttemptRow], metrics: Columns, kept: Columns, limits: dict[int, int], wall_s: float | None
 ) -> Seconds:
     """Books the seconds of a run.
 
@@ -128,7 +114,9 @@ def book(
     return Seconds(attempts, median_s, None if wall_s is None else max(0.0, wall_s - known_s))
 
 
-def _attempt(life: Life, metrics: Columns, kept: Columns, limit: int, median_s: float) -> AttemptSeconds:
+def _attempt(
+    life: AttemptRow, metrics: Columns, kept: Columns, limit: int, median_s: float
+) -> AttemptSeconds:
     ran = metrics.where(metrics.attempt == life.number)
     mine = kept.where(kept.attempt == life.number)
     net_s = np.nan_to_num(mine["step_s"] - mine["stall_s"])
