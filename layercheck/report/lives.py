@@ -16,7 +16,6 @@ class AttemptRow:
 
     number: int
     world_size: int
-    mode: str
     r_b: int
     reached: int
     ended: str | None
@@ -36,7 +35,6 @@ def lives_of(facts: StoreFacts) -> tuple[AttemptRow, ...]:
             AttemptRow(
                 number=number,
                 world_size=record.world_size,
-                mode=record.mode,
                 r_b=record.r_b,
                 reached=max(record.r_b, beat.step if beat else 0, facts.newest_commit_step(number)),
                 ended=ended,
