@@ -19,7 +19,6 @@ from layercheck.manifest import EventId
 
 Version = tuple[str, int, int]
 """(layer, step, attempt)."""
-_ENDLESS = 2**62
 
 
 @dataclass

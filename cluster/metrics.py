@@ -14,7 +14,7 @@ from ray.util.metrics import Counter, Gauge
 
 from cluster.pace import Pace
 from layercheck.coordination.protocol import HeartbeatReply
-from layercheck.manifest import EventId
+from layercheck.manifest import RECOVERY_PHASES, EventId
 
 GAUGES = {
     "attempt": "Number of the attempt that trains",
@@ -36,7 +36,7 @@ COUNTERS = {
     "recoveries": "Recoveries whose receipt came",
     "recovery_seconds": "Seconds of recoveries, by phase",
 }
-PHASES = ("detect", "reschedule", "plan", "fetch", "install", "first_step")
+PHASES = tuple(phase.removesuffix("_s") for phase in RECOVERY_PHASES)
 """Values of the tag `phase` of `recovery_seconds`."""
 PREFIX = "layercheck_"
 

@@ -6,10 +6,8 @@ from typing import Any
 
 from layercheck.coordination import journal
 from layercheck.errors import LayerCheckError
-from layercheck.manifest import Receipt
+from layercheck.manifest import RECOVERY_PHASES, Receipt
 from layercheck.persistence.storage import open_storage
-
-_PHASES = ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s")
 
 
 def read_summary(run: Path) -> dict[str, Any]:
@@ -34,7 +32,7 @@ def read_receipts(run: Path) -> list[Receipt]:
 
 def show_receipt(receipt: Receipt) -> str:
     """One recovery in words: where it went on, every layer's version, bytes and seconds."""
-    phases = {name: getattr(receipt, name) for name in _PHASES}
+    phases = {name: getattr(receipt, name) for name in RECOVERY_PHASES}
     lines = [
         f"recovery by attempt {receipt.attempt} ({receipt.mode}, {receipt.world_size} workers)",
         f"  last complete step {receipt.t_fail} (known from: {receipt.t_fail_source}), "

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from layercheck import __version__
 from layercheck.commands.answer import DAMAGE, GOOD, USAGE, Answer
 from layercheck.commands.export import ExportOptions, export
 from layercheck.commands.gc import gc
@@ -71,6 +72,7 @@ def _watch(store: Store, args: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("layercheck", description="Looks at the store of a run.")
+    parser.add_argument("--version", action="version", version=f"layercheck {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, text: str, run: Command) -> argparse.ArgumentParser:
@@ -90,8 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     add("verify", "read and check every live shard", lambda store, _: verify(store))
     collects = add("gc", "delete what no plan can need", lambda store, args: gc(store, args.dry_run))
     collects.add_argument("--dry-run", action="store_true", help="delete nothing, say what would go and why")
-    shown = add("report", "write a page about the run", lambda store, args: report(store, args.out))
+    shown = add("report", "write a page about the run", _report)
     shown.add_argument("--out", required=True, metavar="FILE.html", help="where the page goes")
+    shown.add_argument("--against", metavar="STORE", help="another run, to be put beside this one")
     _export_flags(
         add(
             "export",
@@ -100,6 +103,10 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     return parser
+
+
+def _report(store: Store, args: argparse.Namespace) -> Answer:
+    return report(store, args.out, None if args.against is None else open_both(args.against))
 
 
 def _plan_flags(command: argparse.ArgumentParser) -> None:

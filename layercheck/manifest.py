@@ -349,6 +349,10 @@ class BadShard(Record):
     error: str
 
 
+RECOVERY_PHASES = ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s")
+"""The seconds in a receipt, in the order in which they pass."""
+
+
 class Receipt(Record):
     """What one recovery did: the plan in numbers, seconds by phase, checksum results."""
 

@@ -17,13 +17,12 @@ from layercheck.commands.store import Store
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.plan import is_fresh
 from layercheck.errors import ConfigError, NoPlanError
-from layercheck.manifest import RecoveryPlan
+from layercheck.manifest import RECOVERY_PHASES, RecoveryPlan
 
 WATCH_S = 2.0
 _BAR = 12
 _PLAIN_WIDTH = 110
 _HEAD_LINES = 9
-_PHASES = ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +156,7 @@ def _in_words(plan: RecoveryPlan, facts: StoreFacts, s_max: int | None) -> str:
     ]
     if facts.receipts:
         attempt = max(facts.receipts)
-        seconds = sum(facts.receipts[attempt].get(phase) or 0.0 for phase in _PHASES)
+        seconds = sum(facts.receipts[attempt].get(phase) or 0.0 for phase in RECOVERY_PHASES)
         lines.append(f"the recovery of attempt {attempt} took {number(seconds)} s")
     return "\n".join(lines)
 

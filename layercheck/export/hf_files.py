@@ -5,7 +5,8 @@ its owner; the loader ties it again. Layers pass through one at a time: no more 
 """
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +26,7 @@ MAX_FILE_BYTES = 5_000_000_000
 """A larger model is split over several files, as `save_pretrained` does."""
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _CASTABLE = ("F64", "F32", "F16", "BF16")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _PEFT = "base_model.model."
 
 
@@ -66,9 +68,18 @@ def write_hf(
         config["use_cache"] = True  # switched off for training alone
     config.pop("torch_dtype", None)
     _write_json(folder / "config.json", config)
-    for name, text in composite.run.tokenizer_files.items():
-        (folder / Path(name).name).write_text(text, encoding="utf-8")
-    return _notes(composite)
+    return (*_write_tokenizer(folder, composite.run.tokenizer_files), *_notes(composite))
+
+
+def _write_tokenizer(folder: Path, files: Mapping[str, str]) -> list[str]:
+    """Their names stand in a store: one that leads elsewhere, or is that of the model itself, is left out."""
+    notes = []
+    for name, text in files.items():
+        if not _PLAIN_NAME.fullmatch(name) or (folder / name).exists():
+            notes.append(f"run.json names a tokenizer file {name!r} that can be none: it is left out")
+            continue
+        (folder / name).write_text(text, encoding="utf-8")
+    return notes
 
 
 def _notes(composite: Composite) -> tuple[str, ...]:

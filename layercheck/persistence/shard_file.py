@@ -115,13 +115,11 @@ class ShardLayout:
     Attributes:
         header: the first bytes of the file, length field and padding included; the data begins at
             `len(header)`, a multiple of 64.
-        begins: offset of each tensor, in the order given.
         layers: layer -> byte range of its tensors.
         total: size of the file.
     """
 
     header: bytes
-    begins: tuple[int, ...]
     layers: dict[str, tuple[int, int]]
     total: int
 
@@ -167,7 +165,6 @@ def layout(tensors: Sequence[ShardTensor], slices: Sequence[SliceMeta], about: S
     start = len(header)
     return ShardLayout(
         header=header,
-        begins=tuple(start + begin for begin in ends[:-1]),
         layers=_layer_ranges(tensors, start),
         total=start + ends[-1],
     )

@@ -26,11 +26,15 @@ def row_height(layers: int) -> int:
     return 18 if layers <= 24 else 13 if layers <= 48 else 10
 
 
-def svg(name: str, title: str, height: float, body: str) -> str:
-    """One drawing with its cursor line."""
+def svg(name: str, title: str, height: float, body: str, follows: bool = False) -> str:
+    """One drawing. `follows`: its axis is the steps of this run, and a cursor line goes with the control."""
+    kind, cursor = "", ""
+    if follows:
+        kind = ' class="steps"'
+        cursor = f'<line class="cursor" x1="-9" x2="-9" y1="0" y2="{height:g}"/>'
     return (
-        f'<svg id="{name}" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}">'
-        f'{body}<line class="cursor" x1="-9" x2="-9" y1="0" y2="{height:g}"/></svg>'
+        f'<svg id="{escape(name)}"{kind} viewBox="0 0 {WIDTH} {height:g}" role="img" '
+        f'aria-label="{escape(title)}">{body}{cursor}</svg>'
     )
 
 
@@ -54,7 +58,7 @@ def heat_map(curves: Curves, layers: Sequence[str], breaks: Sequence[int]) -> st
         f'<rect class="pick" x="{LEFT}" y="-99" width="{WIDTH - LEFT - RIGHT}" height="{height - 1}"/>'
     )
     title = f"Drift over threshold of {len(layers)} layers over the steps"
-    return svg("heat", title, len(layers) * height + 26, "".join(body))
+    return svg("heat", title, len(layers) * height + 26, "".join(body), follows=True)
 
 
 def level(ratio: float) -> str:
@@ -104,6 +108,7 @@ def lines(
     bound: tuple[float, str] | None = None,
     percent: bool = False,
     from_zero: bool = True,
+    follows: bool = True,
 ) -> str:
     """Lines of one unit; gaps where nothing is known. `series`: (class, values); `bound`: (level, name)."""
     known = [float(v) for _, values in series for v in values if math.isfinite(v)]
@@ -119,7 +124,7 @@ def lines(
         )
     body += [f'<path class="line {kind}" d="{_path(values, scale)}"/>' for kind, values in series]
     body += [_break(x_of(column, len(curves.first)), _HEIGHT - _BOTTOM) for column in breaks]
-    return svg(name, title, _HEIGHT, "".join(body))
+    return svg(name, title, _HEIGHT, "".join(body), follows)
 
 
 def bars(name: str, title: str, curves: Curves, full_bytes: int, breaks: Sequence[int]) -> str:
@@ -140,14 +145,14 @@ def bars(name: str, title: str, curves: Curves, full_bytes: int, breaks: Sequenc
         body.append(f'<path class="r-{reason}" d="{path}"/>')
         below = above
     body += [_break(x_of(column, count), _HEIGHT - _BOTTOM) for column in breaks]
-    return svg(name, title, _HEIGHT, "".join(body))
+    return svg(name, title, _HEIGHT, "".join(body), follows=True)
 
 
 class _Scale:
     """Values to heights, over round grid lines."""
 
     def __init__(self, low: float, high: float) -> None:
-        self.step = _round_step((high - low) or abs(high) or 1.0)
+        self.step = round_step((high - low) or abs(high) or 1.0)
         self.low = self.step * math.floor(low / self.step)
         self.high = max(self.step * math.ceil(high / self.step - 1e-9), self.low + self.step)
 
@@ -167,8 +172,8 @@ class _Scale:
         return "".join(parts)
 
 
-def _round_step(span: float) -> float:
-    """A step of 1, 2 or 5 times a power of ten that cuts a span into two to five parts."""
+def round_step(span: float) -> float:
+    """For grid lines: a step of 1, 2 or 5 times a power of ten that cuts a span into two to five parts."""
     power = 10.0 ** math.floor(math.log10(span / 2))
     return next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= 4.5)
 
@@ -187,7 +192,7 @@ def _path(values: Floats, scale: _Scale) -> str:
 def _axis(curves: Curves, y: float) -> str:
     """Step numbers below a drawing."""
     last = curves.last(len(curves.first) - 1)
-    step = max(1, round(_round_step(last / 2.5)))
+    step = max(1, round(round_step(last / 2.5)))
     parts = []
     for number in [1, *range(step, last + 1, step)]:
         x = x_of(curves.column(number) + 0.5, len(curves.first))

@@ -16,8 +16,10 @@ import numpy.typing as npt
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.status import summarize
 from layercheck.errors import StorageError
-from layercheck.manifest import ENDED_WELL, EventId
+from layercheck.manifest import EventId
 from layercheck.persistence.storage import Storage
+from layercheck.report.lives import AttemptRow, lives_of
+from layercheck.report.seconds import Seconds, book
 from layercheck.report.tables import Columns, Floats, Ints, LayerWritten, read_parts, read_writes
 
 MAX_COLUMNS = 240
@@ -61,20 +63,6 @@ class Curves:
     def last(self, column: int) -> int:
         """Last step of a column."""
         return int(self.first[column]) + self.width - 1
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptRow:
-    """One life of the worker group. `ended` is None if it was cut off, or lives; `reached` its last step."""
-
-    number: int
-    world_size: int
-    mode: str
-    r_b: int
-    reached: int
-    ended: str | None
-    reason: str
-    receipt: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +126,7 @@ class RunReport:
     settings: dict[str, Any]
     status: dict[str, Any]
     totals: Totals
+    seconds: Seconds
     curves: Curves
     layers: tuple[LayerRow, ...]
     attempts: tuple[AttemptRow, ...]
@@ -149,13 +138,14 @@ class RunReport:
         return tuple(layer.name for layer in self.layers if layer.trainable)
 
 
-def gather(storage: Storage, run: Storage, facts: StoreFacts) -> RunReport:
+def gather(storage: Storage, run: Storage, facts: StoreFacts, span: int = 0) -> RunReport:
     """Reads a run.
 
     Args:
         storage: its `layercheck` folder.
         run: the folder around it.
         facts: what `storage` holds.
+        span: steps that the curves are to cover at least; beyond the run they are unknown.
     """
     notes = list(facts.notes)
     names = [layer.name for layer in facts.run.layer_map.trainable]
@@ -165,14 +155,15 @@ def gather(storage: Storage, run: Storage, facts: StoreFacts) -> RunReport:
     status, summary = summarize(facts), _summary(run)
     kept = _in_lineage(facts, metrics)
     steps = max([status["step"], *(w.event.step for w in writes if _is_live(facts, w.event))])
-    attempts = tuple(_attempts(facts))
+    attempts = lives_of(facts)
     return RunReport(
         run=facts.run.name,
         optimizer=facts.run.optimizer,
         settings=facts.run.config.get("checkpoint", {}),
         status=status,
         totals=_totals(facts, status, steps, metrics, kept, writes, attempts, summary),
-        curves=_curves(facts, steps, kept, _in_lineage(facts, drift), writes),
+        seconds=book(attempts, metrics, kept, _limits(facts), _wall_s(facts, summary)),
+        curves=_curves(facts, max(steps, span), kept, _in_lineage(facts, drift), writes),
         layers=tuple(_layers(facts, status, writes)),
         attempts=attempts,
         notes=tuple(notes),
@@ -184,6 +175,18 @@ def _in_lineage(facts: StoreFacts, rows: Columns) -> Columns:
     limits = {int(a): facts.lineage.rolled_back_to(int(a)) for a in np.unique(rows.attempt)}
     limit = np.array([limits[int(a)] for a in rows.attempt], dtype=np.float64)
     return rows.where(rows["step"] <= limit)
+
+
+def _limits(facts: StoreFacts) -> dict[int, int]:
+    """Attempt -> newest step of it that counts."""
+    return {number: facts.lineage.rolled_back_to(number) for number in facts.attempts}
+
+
+def _wall_s(facts: StoreFacts, summary: dict[str, Any]) -> float | None:
+    """Seconds of the whole run: a summary knows those of its own submission, so there must be no other."""
+    wall_s = summary.get("wall_s")
+    alone = len({record.submission for record in facts.attempts.values()}) == 1
+    return float(wall_s) if alone and isinstance(wall_s, int | float) else None
 
 
 def _is_live(facts: StoreFacts, event: EventId) -> bool:
@@ -207,13 +210,12 @@ def _totals(
     selective = sum(w.nbytes for w in writes if w.reason in ("drift", "age"))
     trained = max(0, steps - facts.run.config.get("checkpoint", {}).get("warmup_steps", 0))
     receipts = [attempt.receipt for attempt in attempts if attempt.receipt is not None]
-    cut_off = [attempt for attempt in attempts[:-1] if attempt.ended not in ENDED_WELL]
     return Totals(
         steps=steps,
         steps_with_rows=len(kept),
         taken_back=len(metrics) - len(kept),
         attempts=len(attempts),
-        failures=len(cut_off) + sum(attempt.ended == "failed" for attempt in attempts[-1:]),
+        failures=sum(attempt.failed for attempt in attempts),
         recoveries=len(receipts),
         events=len({w.event for w in writes}),
         layer_writes=len(writes),
@@ -245,25 +247,6 @@ def _summary(run: Storage) -> dict[str, Any]:
     except (StorageError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _attempts(facts: StoreFacts) -> list[AttemptRow]:
-    rows = []
-    for number, record in sorted(facts.attempts.items()):
-        beat = facts.progress.get(number)
-        rows.append(
-            AttemptRow(
-                number=number,
-                world_size=record.world_size,
-                mode=record.mode,
-                r_b=record.r_b,
-                reached=max(record.r_b, beat.step if beat else 0, facts.newest_commit_step(number)),
-                ended=beat.ended if beat else None,
-                reason=beat.reason if beat else "",
-                receipt=facts.receipts.get(number),
-            )
-        )
-    return rows
 
 
 def _layers(facts: StoreFacts, status: dict[str, Any], writes: list[LayerWritten]) -> list[LayerRow]:

@@ -5,7 +5,7 @@
   const step = document.getElementById("look-step");
   const layer = document.getElementById("look-layer");
   const out = document.getElementById("look-out");
-  const drawings = document.querySelectorAll("figure .scroll svg");
+  const drawings = document.querySelectorAll("svg.steps");
   const known = (value, text) => (value === null || value === undefined ? "unknown" : text(value));
   const digits = (value) => String(Number(value.toPrecision(4)));
   const percent = (value) => digits(100 * value) + " %";

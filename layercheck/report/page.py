@@ -13,27 +13,30 @@ from typing import Any
 
 from layercheck.commands.answer import number, size
 from layercheck.report import charts
-from layercheck.report.data import REASONS, AttemptRow, RunReport
-from layercheck.report.pieces import box, figure, html_table, legend, stroke
+from layercheck.report.compare import Pair, compare_section
+from layercheck.report.data import REASONS, RunReport
+from layercheck.report.figures import figures
+from layercheck.report.lives import AttemptRow
+from layercheck.report.pieces import html_table, seconds_text, share, steps
 from layercheck.report.receipts import receipt_section
+from layercheck.report.seconds import AttemptSeconds
+from layercheck.report.timeline import time_section
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def page(report: RunReport) -> str:
-    """The whole file, ASCII only."""
+def page(report: RunReport, beside: Pair | None = None) -> str:
+    """The whole file, ASCII only; `beside` puts another run next to this one."""
     body = [
         _head(report),
         _tiles(report),
-        _looker(report),
-        _heat(report),
-        _ages(report),
-        _bytes(report),
-        _stall(report),
-        _loss(report),
+        time_section(report),
         _attempts(report),
-        *(receipt_section(row.receipt) for row in report.attempts if row.receipt is not None),
+        _looker(report),
+        *figures(report),
+        _receipts(report),
         _layers(report),
+        compare_section(beside) if beside is not None else "",
         _notes(report),
     ]
     data = json.dumps(_data(report), separators=(",", ":"), allow_nan=False)
@@ -54,14 +57,6 @@ def _asset(name: str) -> str:
     return files("layercheck.report").joinpath(name).read_text(encoding="ascii")
 
 
-_BREAK_KEY = ('<path class="break" d="M13 0V13"/>', "a new attempt began")
-
-
-def _breaks(report: RunReport) -> list[int]:
-    """Columns at which a later attempt took over."""
-    return sorted({report.curves.column(row.r_b + 1) for row in report.attempts[1:]})
-
-
 # ---------------------------------------------------------------- top
 
 
@@ -70,9 +65,6 @@ def _head(report: RunReport) -> str:
     how = "running, or cut off without a word"
     if last is not None and last.ended is not None:
         how = f"{last.ended}: {last.reason}" if last.reason else last.ended
-    ettr = (
-        "" if report.totals.ettr is None else f" Effective training time ratio: {share(report.totals.ettr)}."
-    )
     recoverable = (
         '<span class="good">recoverable</span>'
         if report.status["recoverable"]
@@ -82,7 +74,7 @@ def _head(report: RunReport) -> str:
         f"<h1>Run {escape(report.run)}</h1>\n"
         f'<p class="soft">Step {report.totals.steps}, attempt {report.status["attempt"]} of '
         f"{report.status['world_size']} ranks, {escape(report.optimizer)}; {escape(how)}; now {recoverable}, "
-        f"{size(report.status['read_bytes'])} to read.{ettr}</p>"
+        f"{size(report.status['read_bytes'])} to read.</p>"
     )
 
 
@@ -92,15 +84,22 @@ def _tiles(report: RunReport) -> str:
         f"{totals.by_reason[reason]} {reason}" for reason in REASONS if totals.by_reason.get(reason)
     )
     target = report.settings.get("target_interval")
+    outages_s = seconds_text(sum(attempt.outage_s for attempt in report.seconds.attempts))
+    least = "at least " if report.seconds.untimed else ""
     tiles = [
         (
             "Mean interval",
-            _steps(totals.mean_interval),
+            steps(totals.mean_interval),
             f"{number(totals.interval_after_warmup)} after the warm-up, target {number(target)}; full events "
             "aside",
         ),
-        ("Oldest layer", _steps(totals.max_age), f"bound s_max {number(s_max)}"),
-        ("Size-weighted age", _steps(totals.mean_weighted_age), f"largest {number(totals.max_weighted_age)}"),
+        (
+            "ETTR so far",
+            share(report.seconds.ettr),
+            f"of {seconds_text(report.seconds.total_s)} known; outages {least}{outages_s}",
+        ),
+        ("Oldest layer", steps(totals.max_age), f"bound s_max {number(s_max)}"),
+        ("Size-weighted age", steps(totals.mean_weighted_age), f"largest {number(totals.max_weighted_age)}"),
         (
             "Stall share",
             share(totals.stall_share),
@@ -122,15 +121,6 @@ def _tiles(report: RunReport) -> str:
     return f'<dl class="tiles">{items}</dl>'
 
 
-def _steps(value: float | None) -> str:
-    return "unknown" if value is None else f"{number(value)} steps"
-
-
-def share(value: float | None) -> str:
-    """A part of one, in percent."""
-    return "unknown" if value is None else f"{number(100 * value)} %"
-
-
 def _looker(report: RunReport) -> str:
     """The one control: a step and a layer. Arrow keys move it, so nothing has to be hovered."""
     options = "".join(f"<option>{escape(name)}</option>" for name in report.drifting)
@@ -143,90 +133,55 @@ def _looker(report: RunReport) -> str:
     )
 
 
-# ---------------------------------------------------------------- drawings
-
-
-def _heat(report: RunReport) -> str:
-    width = report.curves.width
-    binned = f"A column is {width} steps and shows its largest value. " if width > 1 else ""
-    text = (
-        "Accumulated drift D over its threshold K, one row a layer. It grows until the layer is saved and "
-        f"starts again at zero there. {binned}"
-        "No colour: no row was kept, or K is not calibrated yet."
-    )
-    shades = "".join(
-        f'<rect class="h{i}" x="{i * 13}" width="13" height="13"/>' for i in range(charts.LEVELS)
-    )
-    ramp = f'<li>0 <svg viewBox="0 0 104 13" width="104" aria-hidden="true">{shades}</svg> 1</li>'
-    saved = '<path class="saved" d="M13 1V12"/>'
-    key = legend([(box("due"), "due (above 1)"), (box("none"), "unknown"), (saved, "saved"), _BREAK_KEY])
-    key = key.replace('<ul class="key">', f'<ul class="key">{ramp}')
-    return figure("Drift", text, charts.heat_map(report.curves, report.drifting, _breaks(report)), key)
-
-
-def _ages(report: RunReport) -> str:
-    s_max = report.settings.get("s_max")
-    text = "Steps since the newest committed version: of the oldest layer, and the mean weighted by size."
-    key = legend([(stroke("line"), "oldest layer"), (stroke("line second"), "size-weighted"), _BREAK_KEY])
-    curves = report.curves
-    drawing = charts.lines(
-        "ages",
-        "Ages over the steps",
-        curves,
-        [("first", curves.max_age), ("second", curves.weighted_age)],
-        _breaks(report),
-        bound=(float(s_max), f"s_max {s_max}") if s_max else None,
-    )
-    return figure("Ages", text, drawing, key)
-
-
-def _bytes(report: RunReport) -> str:
-    text = f"Committed bytes as a part of the full state ({size(report.totals.full_bytes)}), by reason."
-    key = legend([*((box(f"r-{r}"), r) for r in REASONS if report.curves.nbytes[r].any()), _BREAK_KEY])
-    drawing = charts.bars(
-        "bytes", "Committed bytes", report.curves, report.totals.full_bytes, _breaks(report)
-    )
-    return figure("Bytes and events", text, drawing, key)
-
-
-def _stall(report: RunReport) -> str:
-    text = (
-        f"Visible stall over step time; {share(report.totals.stall_share)} over the whole run. Writing "
-        "itself goes on in the background and is not in here."
-    )
-    series = [("first", report.curves.stall_share)]
-    drawing = charts.lines("stall", "Stall share", report.curves, series, _breaks(report), percent=True)
-    return figure("Stall share", text, drawing)
-
-
-def _loss(report: RunReport) -> str:
-    text = "Training loss as the application reported it; steps that were taken back are left out."
-    series = [("first", report.curves.loss)]
-    drawing = charts.lines("loss", "Loss", report.curves, series, _breaks(report), from_zero=False)
-    return figure("Loss", text, drawing)
-
-
 # ---------------------------------------------------------------- tables
 
 
 def _attempts(report: RunReport) -> str:
+    spent = {attempt.number: attempt for attempt in report.seconds.attempts}
+
     def row(attempt: AttemptRow) -> list[str]:
         end = attempt.ended or ("cut off" if attempt is not report.attempts[-1] else "running or cut off")
-        mode = "fresh start" if attempt.receipt is None else str(attempt.receipt.get("mode"))
-        first = str(attempt.r_b + 1)
+        mine = spent[attempt.number]
         return [
             str(attempt.number),
-            mode,
-            first,
+            _recovery(attempt),
+            str(attempt.r_b + 1),
             str(attempt.reached),
             str(attempt.world_size),
+            _outage(mine) if attempt.r_b else "-",
+            seconds_text(mine.total_s - mine.outage_s),
             end,
             attempt.reason,
         ]
 
-    header = ("attempt", "recovery", "first step", "last step", "ranks", "end", "reason")
-    table = html_table("Lives of the worker group", header, map(row, report.attempts), text=(1, 5, 6))
-    return f"<h2>Attempts, failures, recoveries</h2>\n{table}"
+    header = (
+        "attempt",
+        "recovery",
+        "first step",
+        "last step",
+        "ranks",
+        "outage before",
+        "ran",
+        "end",
+        "reason",
+    )
+    table = html_table("Lives of the worker group", header, map(row, report.attempts), text=(1, 7, 8))
+    return f"<h2>Attempts and failures</h2>\n{table}"
+
+
+def _recovery(attempt: AttemptRow) -> str:
+    if attempt.receipt is not None:
+        return str(attempt.receipt.get("mode"))
+    return "not finished" if attempt.r_b else "fresh start"
+
+
+def _outage(attempt: AttemptSeconds) -> str:
+    return ("at least " if attempt.untimed else "") + seconds_text(attempt.outage_s)
+
+
+def _receipts(report: RunReport) -> str:
+    receipts = [receipt_section(row.receipt) for row in report.attempts if row.receipt is not None]
+    return "\n".join(["<h2>Recoveries</h2>", *receipts]) if receipts else ""
 
 
 def _layers(report: RunReport) -> str:

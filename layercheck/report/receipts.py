@@ -4,14 +4,14 @@ from html import escape
 from typing import Any
 
 from layercheck.commands.answer import number, size
-from layercheck.report.pieces import html_table
-
-_PHASES = ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s")
+from layercheck.manifest import RECOVERY_PHASES
+from layercheck.report.pieces import html_table, scrolled
+from layercheck.report.spans import share_bar
 
 
 def receipt_section(receipt: dict[str, Any]) -> str:
     """A receipt as storage keeps it; keys that an older version did not write are left out."""
-    phases = [(key.removesuffix("_s").replace("_", " "), receipt.get(key)) for key in _PHASES]
+    phases = [(key.removesuffix("_s").replace("_", " "), receipt.get(key)) for key in RECOVERY_PHASES]
     known = ", ".join(f"{name} {number(seconds)} s" for name, seconds in phases if seconds is not None)
     later = receipt.get("loss_20_steps_later")
     facts = [
@@ -26,9 +26,17 @@ def receipt_section(receipt: dict[str, Any]) -> str:
     items = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
     title = f"Recovery of attempt {receipt.get('attempt')}: {receipt.get('mode')}"
     return (
-        f'<section class="receipt"><h3>{escape(title)}</h3><ul>{items}</ul>{_bad(receipt)}'
+        f'<section class="receipt"><h3>{escape(title)}</h3><ul>{items}</ul>'
+        f"{_drawn(receipt, phases)}{_bad(receipt)}"
         f"<details><summary>What was loaded of each layer</summary>{_layers(receipt)}</details></section>"
     )
+
+
+def _drawn(receipt: dict[str, Any], phases: list[tuple[str, float | None]]) -> str:
+    title = f"Phases of the recovery of attempt {receipt.get('attempt')}"
+    known = [(name, seconds) for name, seconds in phases if seconds]
+    bar = share_bar(f"phases-{receipt.get('attempt')}", title, "phases", known)
+    return scrolled(title, bar) if bar else ""
 
 
 def _bad(receipt: dict[str, Any]) -> str:

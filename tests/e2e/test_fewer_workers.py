@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.head import start_head
-from tests.e2e.nodes import lose, node
+from cluster.head import start_head, start_node
 from tests.e2e.runs import finish, metrics, progress_step, start_app, summary, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -15,10 +14,10 @@ STEPS = 40
 
 def test_a_lost_node_costs_a_worker_and_no_step(tmp_path: Path) -> None:
     settings = {"train.steps": STEPS, "cluster.workers": 2, "cluster.min_workers": 1}
-    with start_head(num_cpus=1) as head, node(head, num_cpus=1) as second:
+    with start_head(num_cpus=1) as head, start_node(head, num_cpus=1) as second:
         process = start_app(head, tmp_path, "elastic", **settings)
         wait_until(lambda: progress_step(tmp_path / "elastic", 1) >= 14, process)
-        lose(second)
+        second.kill()
         code, output = finish(process)
     assert code == 0, output[-4000:]
     found = summary(tmp_path / "elastic")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster.follow import LOST_CONTACT
@@ -99,6 +100,23 @@ def test_without_a_token_the_dashboard_refuses(head):
 def test_the_token_can_be_read_by_its_owner_alone(head):
     assert stat.S_IMODE((head.folder / "token").stat().st_mode) == 0o600
     assert stat.S_IMODE(head.folder.stat().st_mode) == 0o700
+
+
+def test_dashboard_and_job_server_listen_on_loopback_alone(head):
+    port = int(head.dashboard.rpartition(":")[2])
+    listening = [sock.laddr for sock in psutil.net_connections("tcp") if sock.status == psutil.CONN_LISTEN]
+    assert {where.ip for where in listening if where.port == port} == {"127.0.0.1"}
+
+
+def test_the_token_stands_in_no_other_file_of_the_head_and_on_no_command_line(head, project):
+    assert submit(head, project, "--code", "0").returncode == 0
+    token = (head.folder / "token").read_bytes()
+    files = [path for path in head.folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert len(files) > 20, "logs and session files of Ray are among them"
+    assert [path.name for path in files if token in path.read_bytes()] == ["token"]
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in head.members()}
+    assert lines
+    assert [line for line in lines.values() if token in line] == []
 
 
 @pytest.mark.slow

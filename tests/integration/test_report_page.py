@@ -1,5 +1,6 @@
 """The report of a run that really trained, died and recovered, seen by a real browser."""
 
+import json
 import os
 import re
 import shutil
@@ -131,3 +132,49 @@ def test_light_and_dark_are_two_pictures(written: Path, tmp_path: Path) -> None:
         assert shot.stat().st_size > 50_000, "an empty page makes a small file"
         pictures.append(shot.read_bytes())
     assert pictures[0] != pictures[1]
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("scheme", [1, 0], ids=["light", "dark"])
+def test_the_keyboard_reaches_everything_in_the_order_of_the_page_and_shows_where_it_is(
+    trained: Path, tmp_path: Path, scheme: int
+) -> None:
+    """The page of two runs, with every table opened: what takes the focus, in order, and how it shows it."""
+    page = tmp_path / "two.html"
+    assert main(["report", str(trained), "--against", str(trained), "--out", str(page)]) == 0
+    look = """<script>
+      for (const closed of document.querySelectorAll("details")) closed.open = true;
+      const able = [...document.querySelectorAll("summary, input, select, button, a[href], [tabindex]")];
+      const seen = able.map((element) => {
+        element.focus();
+        const style = getComputedStyle(element);
+        return {
+          name: element.tagName, order: element.tabIndex, top: element.getBoundingClientRect().top + scrollY,
+          focused: document.activeElement === element,
+          ring: parseFloat(style.outlineWidth), ringColour: style.outlineColor, style: style.outlineStyle,
+          wide: element.scrollWidth > element.clientWidth + 1,
+        };
+      });
+      const all = [...document.querySelectorAll("*")];
+      const outside = all.filter((one) => !one.parentElement?.closest("svg") && !one.closest(".scroll") &&
+        one.getBoundingClientRect().right > innerWidth + 1).map((one) => one.outerHTML.slice(0, 80));
+      const report = document.createElement("pre");
+      report.id = "seen";
+      report.textContent = JSON.stringify({seen, outside});
+      document.body.append(report);
+    </script></body>"""
+    page.write_text(page.read_text().replace("</body>", look))
+    flags = ("--dump-dom", f"--blink-settings=preferredColorScheme={scheme}", "--window-size=520,900")
+    dom = _chromium(page, tmp_path, *flags)
+    (text,) = re.findall(r'<pre id="seen">(.*?)</pre>', dom, re.DOTALL)
+    found = json.loads(unescape(text))
+    seen = found["seen"]
+    assert len(seen) > 30
+    assert {one["name"] for one in seen} == {"SUMMARY", "INPUT", "SELECT", "DIV"}
+    assert [one for one in seen if not one["focused"]] == []
+    assert {one["order"] for one in seen} == {0}, "the order of the page is the order of the keyboard"
+    assert {(one["ring"], one["style"]) for one in seen} == {(3, "solid")}
+    assert {one["ringColour"] for one in seen} == {"rgb(11, 95, 255)" if scheme else "rgb(138, 180, 255)"}
+    assert any(one["wide"] for one in seen), "on a narrow screen something has to be scrolled"
+    assert found["outside"] == [], "nothing but what can be scrolled is wider than the screen"

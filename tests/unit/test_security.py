@@ -18,6 +18,7 @@ from layercheck.recovery.fetch import Fetcher
 from tests.conftest import ROOT
 from tests.crash.lives import Wanted
 from tests.runs import layer_map
+from tests.shards import plan_of, shelf
 from tests.stores import RANKS, RealRun, real_run
 
 RUNS_CODE = {"cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
@@ -168,6 +169,33 @@ def test_records_behind_links_are_not_read_and_are_replaced_not_followed(
     again = RealRun(run.folder.parent, token="t2")
     assert again.attempt == 3
     assert outside.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "name", ["../out.txt", "..", "", "/etc/x", "a/b.json", "a\\b", "config.json", "x\0y"]
+)
+def test_tokenizer_files_of_a_hostile_run_json_stay_in_the_export_and_replace_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    from layercheck.export.composite import Composite
+    from layercheck.export.hf_files import write_hf
+
+    store = shelf(tmp_path / "store", {"norm": ((5,),)})
+    config = {"model_type": "qwen2"}
+    files = {name: "hostile", "tokenizer.json": "{}"}
+    record = store.run.model_copy(update={"model_config_json": config, "tokenizer_files": files})
+    plan = plan_of((store.put(record.layer_map.layers[0], 5, 2),))
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    (tmp_path / "out").mkdir()
+    notes = write_hf(Composite(store.storage, record, plan), tmp_path / "out")
+    made = {
+        path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file() and path not in before
+    }
+    assert {str(path) for path in made} == {
+        "out/config.json", "out/model.safetensors", "out/tokenizer.json",
+    }  # fmt: skip
+    assert "hostile" not in (tmp_path / "out/config.json").read_text()
+    assert any(repr(name) in note for note in notes)
 
 
 # ---------------------------------------------------------------- no secrets
