@@ -137,7 +137,8 @@ class DriftMeter:
     def _fold(self) -> None:
         """Adds how far the copied elements have moved since they were copied."""
         slots, views = self._copied
-        self._copied, self._updated = _Copied([], []), set()
+        self._copied = _Copied([], [])
+        self._updated.clear()
         if not slots:
             return
         torch._foreach_sub_(slots, views)
