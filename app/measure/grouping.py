@@ -18,7 +18,7 @@ from layercheck.tracking.notices import RankNotices
 from layercheck.zero3 import Zero3Engine
 
 _STEPS = 30
-_PAIRS = 5
+_PAIRS = 3
 _WIDTH = 16
 _ALL_REDUCES = 300
 
