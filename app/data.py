@@ -118,7 +118,8 @@ def _prepare(config: Config) -> tuple[Path, Path]:
 def _key(config: Config, tokenizer: Any) -> str:
     data = config.data
     parts = [source_fingerprint(data), tokenizer_fingerprint(tokenizer), data.schema_, data.max_rows]
-    return xxhash.xxh3_64_hexdigest(json.dumps([*parts, data.seq_len, data.packing, _VERSION]).encode())
+    parts += [data.system, data.seq_len, data.packing, _VERSION]
+    return xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
 
 
 def _build(path: Path, config: Config, tokenizer: Any) -> None:
