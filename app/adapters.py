@@ -51,12 +51,7 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def _with_lora(model: Any, lora: LoraConfig, seed: int) -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(
-            f"model.lora needs the package peft ({error}): pip install 'layercheck[lora]', or leave it out"
-        ) from None
+    peft = _peft()
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     adapter = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -71,3 +66,13 @@ def _with_lora(model: Any, lora: LoraConfig, seed: int) -> Any:
         return peft.get_peft_model(model, adapter, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ConfigError(f"model.lora.targets={lora.targets!r}: {error}") from None
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"model.lora needs the package peft ({error}): pip install 'layercheck[lora]', or leave it out"
+        ) from None
+    return peft

@@ -216,7 +216,7 @@ class FaultsConfig(Section):
 class LoggingConfig(Section):
     """Where the curves of a run go, beside the metrics of its store."""
 
-    tensorboard: bool = True
+    tensorboard: bool = False
     """Event files in `<run>/tensorboard/` (of a run in a local folder)."""
     wandb: str | None = None
     """Project of Weights & Biases; needs the package `wandb` and its login."""

@@ -1,10 +1,10 @@
 """`python -m app.evaluate`: benchmark scores of a Hugging Face folder on local data; no network, no Ray.
 
 Rows of a MedQA schema are an exam. Each option is worded as the reply that training would have taught
-(`B. Two`) and stands in the model's chat template; its score is the sum of the log-probabilities of its tokens,
-the end of the turn included. `accuracy` takes the reply with the largest sum. `accuracy_norm` divides each sum
-by the characters of the reply first, which takes away the advantage of short ones. Of equal scores the first
-reply counts, and `ties` says how often that was needed.
+(`B. Two`) and stands in the model's chat template; its score is the sum of the log-probabilities of its
+tokens, the end of the turn included. `accuracy` takes the reply with the largest sum. `accuracy_norm` divides
+each sum by the characters of the reply first, which takes away the advantage of short ones. Of equal scores
+the first reply counts, and `ties` says how often that was needed.
 
 Rows of the OpenThoughts schema are written answers: the model continues the conversation before the last
 assistant turn, greedily. `exact_match` compares final answers (see `grading.final_answer`). `answer_nll` is
@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from math import isnan
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +40,6 @@ T = TypeVar("T")
 class Asking:
     """How rows are put to the model: `batch_size` at once, `max_new_tokens` for a written answer."""
 
-    system: str = "keep"
     batch_size: int = 8
     max_new_tokens: int = 256
 
@@ -55,17 +55,26 @@ def main(arguments: list[str] | None = None) -> int:
         keys = {"source": args.data, "schema": args.schema, "max_rows": args.max_rows, "system": args.system}
         data = parse_section(DataConfig, keys, "arguments")
         check_source(data)
+        if args.json and not Path(args.json).parent.is_dir():
+            raise ConfigError(f"--json {args.json}: there is no folder {Path(args.json).parent}")
         began = time.monotonic()
         loaded = load(args.model, args.dtype, args.device, args.chat_template)
-        result = evaluate(loaded, data, Asking(args.system, args.batch_size, args.max_new_tokens))
+        result = evaluate(loaded, data, Asking(args.batch_size, args.max_new_tokens))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return _USAGE
     result = {"model": args.model, "data": args.data, **result, "wall_s": time.monotonic() - began}
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        Path(args.json).write_text(json.dumps(_plain(result), indent=2) + "\n", encoding="utf-8")
     print(describe(result))
     return 0
+
+
+def _plain(result: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN, which stands for what a single row cannot tell."""
+    return {
+        key: None if isinstance(value, float) and isnan(value) else value for key, value in result.items()
+    }
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -47,7 +47,7 @@ def unanswered(right: int) -> Graded:
 
 
 def exam_metrics(graded: Sequence[Graded]) -> dict[str, Any]:
-    """Accuracy by likelihood, the same per character (`accuracy_norm`), ties, nats per token of what is right."""
+    """Accuracy by likelihood, the same per character, ties, and nats per token of the right replies."""
     hits = [item.chosen == item.right for item in graded]
     return {
         "accuracy": _mean(hits),

@@ -36,7 +36,7 @@ class ModelConfig(Section):
     dropout: float | None = Field(None, ge=0, lt=1)
     """Replaces every dropout of the model; null leaves them."""
     freeze: tuple[str, ...] = ()
-    """Layers that do not train: names of layers or parameters, with wildcards, `["embed_tokens", "layers.0"]`."""
+    """Names of layers or parameters that do not train, with wildcards: `["embed_tokens", "layers.[0-3]"]`."""
     lora: LoraConfig | None = None
     """Train adapters by `peft` instead of the weights."""
     gradient_checkpointing: bool = False

@@ -66,6 +66,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "decoder_sparse_step": 1,
     },
+    "olmoe": {
+        "model_type": "olmoe",
+        "hidden_size": 32,
+        "intermediate_size": 8,
+        "num_experts": 40,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
 }
 """Family -> keys of its `config.json`, as `model.config` of a run takes them."""
 

@@ -142,7 +142,8 @@ def test_nothing_is_looked_up_in_the_network(
 
     monkeypatch.setattr(socket, "create_connection", no_network)
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
-    assert _score(folder, MEDQA, tmp_path / "a.json", "--max-rows", "2")["rows"] == 2
+    found = _score(folder, MEDQA, tmp_path / "a.json", "--max-rows", "1")
+    assert (found["rows"], found["stderr"]) == (1, None), "one row has no standard error"
 
 
 def _without_template(folder: Path) -> None:
@@ -183,6 +184,7 @@ def test_a_folder_that_cannot_be_scored_is_one_error(
         (["--model", "absent", "--data", str(MEDQA)], "absent is not a folder"),
         (["--model", "absent", "--data", "absent.jsonl"], "is not a file"),
         (["--model", "absent", "--data", str(MEDQA), "--max-rows", "0"], "max_rows=0"),
+        (["--model", "absent", "--data", str(MEDQA), "--json", "absent/x.json"], "no folder absent"),
     ],
 )
 def test_wrong_arguments_are_one_error(
