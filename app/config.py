@@ -2,16 +2,18 @@
 
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from app.baselines.settings import WRITE_LOCAL_FILES, BaselineSettings, Method
+from app.model_config import ModelConfig
 from app.section import Section
 from layercheck.config import LayerCheckConfig, describe
 from layercheck.errors import ConfigError
 
+S = TypeVar("S", bound=Section)
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -45,47 +47,18 @@ class RunConfig(Section):
         return storage.rstrip("/") if "://" in storage else str(Path(storage).expanduser().absolute())
 
 
-class ModelConfig(Section):
-    """A pretrained model (`path`) or a fresh one (`config`), and its tokenizer."""
-
-    path: str | None = None
-    """Local folder or hub id."""
-    config: dict[str, Any] | None = None
-    """Keys of a Hugging Face `config.json`; needs `model_type`. `vocab_size` follows the tokenizer."""
-    tokenizer: str | None = None
-    """`bundled`, a folder or a hub id. Default: that of `path`, else `bundled`."""
-    vocab_size: int = Field(2048, ge=300)
-    """Size of the bundled tokenizer."""
-    dropout: float | None = Field(None, ge=0, lt=1)
-    """Replaces every dropout of the model; null leaves them."""
-    gradient_checkpointing: bool = False
-    """Computes activations again in the backward pass: less memory, more time."""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Implementation of attention."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.path is None) == (self.config is None):
-            raise ValueError("give exactly one of model.path (pretrained) and model.config (fresh model)")
-        if self.config is not None and "model_type" not in self.config:
-            raise ValueError(f"model.config={self.config!r} needs the key model_type, such as qwen2")
-        return self
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Where the tokenizer comes from."""
-        return self.tokenizer or self.path or "bundled"
-
-
 class DataConfig(Section):
     """What to train on."""
 
     source: str = "bundled"
     """`bundled` (the language reference of this Python), a `.jsonl` or `.parquet` file, or a hub id."""
-    schema_: Literal["auto", "openthoughts", "medqa"] = Field("auto", alias="schema")
+    schema_: Literal["auto", "openthoughts", "medqa", "medqa_hf", "bigbio_qa"] = Field("auto", alias="schema")
     """Of the rows; `auto` looks at the columns."""
     split: str = "train"
     """Of a hub data set."""
+    system: Literal["keep", "merge", "drop"] = "keep"
+    """System prompts: as they are, put before the first user turn (for templates without that role), or left
+    out."""
     seq_len: int = Field(1024, ge=8)
     """Tokens of a sequence."""
     packing: bool = True
@@ -129,6 +102,8 @@ class TrainConfig(Section):
     """Largest gradient norm; 0 means no clipping."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Of the weights in the forward pass; the optimizer keeps fp32."""
+    offload: bool = False
+    """Optimizer state and its update on the host (ZeRO-Offload), by DeepSpeed's CPU Adam."""
     groups: Literal["layer", "stock"] = "layer"
     """Optimizer groups: one pair per layer, or one pair in all as without LayerCheck."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
@@ -238,6 +213,15 @@ class FaultsConfig(Section):
     """Local folder in which rank 0 notes when each step began and ended, see `app/step_log.py`."""
 
 
+class LoggingConfig(Section):
+    """Where the curves of a run go, beside the metrics of its store."""
+
+    tensorboard: bool = False
+    """Event files in `<run>/tensorboard/` (of a run in a local folder)."""
+    wandb: str | None = None
+    """Project of Weights & Biases; needs the package `wandb` and its login."""
+
+
 class Config(Section):
     """All settings of one run."""
 
@@ -248,6 +232,9 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
     faults: FaultsConfig = FaultsConfig()
+    logging: LoggingConfig = LoggingConfig()
+    export: bool = True
+    """Hand the trained model to Ray as its last Checkpoint, a folder that `from_pretrained` reads."""
     report_every_s: float = Field(5, gt=0)
     """Seconds between progress lines and reports to Ray (each one waits for all ranks)."""
 
@@ -313,8 +300,17 @@ def load_config(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Confi
 
 def parse(settings: dict[str, Any], what: str = "configuration") -> Config:
     """The checked configuration of a nested dict."""
+    return parse_section(Config, settings, what)
+
+
+def parse_section(kind: type[S], settings: dict[str, Any], what: str) -> S:
+    """One checked section of a nested dict.
+
+    Raises:
+        ConfigError: names each wrong key and its value.
+    """
     try:
-        return Config.model_validate(settings)
+        return kind.model_validate(settings)
     except ValidationError as error:
         raise ConfigError(describe(error, what)) from None
 

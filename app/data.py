@@ -35,6 +35,11 @@ class Batch:
     position_ids: torch.Tensor
     documents: torch.Tensor
 
+    def pinned(self) -> "Batch":
+        """The same in pinned memory."""
+        parts = (self.input_ids, self.labels, self.position_ids, self.documents)
+        return Batch(*(part.pin_memory() for part in parts))
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -118,7 +123,8 @@ def _prepare(config: Config) -> tuple[Path, Path]:
 def _key(config: Config, tokenizer: Any) -> str:
     data = config.data
     parts = [source_fingerprint(data), tokenizer_fingerprint(tokenizer), data.schema_, data.max_rows]
-    return xxhash.xxh3_64_hexdigest(json.dumps([*parts, data.seq_len, data.packing, _VERSION]).encode())
+    parts += [data.system, data.seq_len, data.packing, _VERSION]
+    return xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
 
 
 def _build(path: Path, config: Config, tokenizer: Any) -> None:
@@ -130,7 +136,8 @@ def _build(path: Path, config: Config, tokenizer: Any) -> None:
     if first is None:
         raise ConfigError(
             f"data.source={data.source!r}: none of {counts.documents} conversations has an answer within "
-            f"data.seq_len={data.seq_len} tokens"
+            f"data.seq_len={data.seq_len} tokens ({counts.truncated} were cut off), so no token would have a "
+            "loss: raise data.seq_len, or see whether model.chat_template writes answers behind its prompt"
         )
     # A crash while it is written leaves the temporary file; the name appears only with a complete one.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from app.data import Batch
-from app.packing import block_diagonal_mask
+from app.packing import attention_masks
 from app.tokens import IGNORED
 
 
@@ -38,6 +38,6 @@ def packed_logits(model: Any, batch: Batch, attention: str) -> torch.Tensor:
     if attention != "flash_attention_2":
         # Flash attention finds the boundaries itself, where the positions begin again at 0.
         module = getattr(model, "module", model)
-        inputs["attention_mask"] = block_diagonal_mask(batch.documents.to(device), module.dtype)
+        inputs["attention_mask"] = attention_masks(batch.documents.to(device), module.dtype, module.config)
     logits: torch.Tensor = model(**inputs).logits
     return logits

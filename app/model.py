@@ -6,17 +6,17 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
+from deepspeed.utils import set_z3_leaf_modules
+from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 import layercheck
-from app.config import Config, ModelConfig, TrainConfig
+from app.adapters import choose_trainable
+from app.config import Config, TrainConfig
+from app.shape import model_shape
 from layercheck.errors import ConfigError
 from layercheck.model_facts import buffer_names
-
-_DROPOUT_KEYS = (
-    "attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"
-)  # fmt: skip
 
 
 def deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
@@ -31,6 +31,9 @@ def deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000_000,
     }
+    if train.offload:
+        pinned = config.cluster.gpus_per_worker > 0
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
     return _merged(settings, train.deepspeed)
 
 
@@ -61,7 +64,7 @@ def build_model(config: Config, tokenizer: Any, world_size: int, *, for_recovery
     Raises:
         ConfigError: the model cannot be loaded or does not fit the tokenizer or the data.
     """
-    shape = _model_shape(config, tokenizer)
+    shape = model_shape(config, tokenizer)
     # transformers looks for this object, alive, to partition the weights while it makes or loads them. Its
     # way also keeps the rotary tables in fp32, which a plain zero.Init around the constructor would round.
     partitioning = HfDeepSpeedConfig(deepspeed_config(config, world_size))
@@ -75,9 +78,12 @@ def build_model(config: Config, tokenizer: Any, world_size: int, *, for_recovery
         model = _pretrained(config.model.path, shape, kind)
     del partitioning
     model.config.use_cache = False
+    # The loss is that of the answers alone; and a model that counts its routing cannot read packed masks.
+    model.config.output_router_logits = False
+    _mark_experts(model)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    return model
+    return choose_trainable(model, config)
 
 
 def _empty(shape: Any, kind: dict[str, Any]) -> Any:
@@ -98,54 +104,15 @@ def _pretrained(path: str, shape: Any, kind: dict[str, Any]) -> Any:
         raise ConfigError(f"model.path={path!r} cannot be loaded: {error}") from None
 
 
-def _model_shape(config: Config, tokenizer: Any) -> Any:
-    model = config.model
-    if model.path is not None:
-        try:
-            shape = AutoConfig.from_pretrained(model.path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path={model.path!r} cannot be loaded: {error}") from None
-    else:
-        shape = _fresh_shape(model, tokenizer)
-    _check_fits(shape, config, tokenizer)
-    return _with_dropout(shape, model)
+def _mark_experts(model: nn.Module) -> None:
+    """ZeRO-3 gathers a block of experts as a whole: which of them a rank needs depends on its tokens."""
+    blocks = {type(module) for module in model.modules() if isinstance(_experts(module), nn.Module)}
+    if blocks:
+        set_z3_leaf_modules(model, list(blocks))
 
 
-def _fresh_shape(model: ModelConfig, tokenizer: Any) -> Any:
-    assert model.config is not None
-    settings = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        **model.config,
-    }
-    try:
-        return AutoConfig.for_model(settings.pop("model_type"), **settings)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"model.config={model.config!r}: {error}") from None
-
-
-def _check_fits(shape: Any, config: Config, tokenizer: Any) -> None:
-    if len(tokenizer) > shape.vocab_size:
-        raise ConfigError(
-            f"the tokenizer {config.model.tokenizer_name!r} has {len(tokenizer)} tokens, the model only "
-            f"{shape.vocab_size}: change model.tokenizer or model.config.vocab_size"
-        )
-    limits = [getattr(shape, key, None) for key in ("max_position_embeddings", "sliding_window")]
-    known = [limit for limit in limits if limit]
-    if known and config.data.seq_len > min(known):
-        raise ConfigError(
-            f"data.seq_len={config.data.seq_len} is above the {min(known)} positions that the model sees"
-        )
-
-
-def _with_dropout(shape: Any, model: ModelConfig) -> Any:
-    if model.dropout is not None:
-        for key in _DROPOUT_KEYS:
-            if hasattr(shape, key):
-                setattr(shape, key, model.dropout)
-    return shape
+def _experts(module: nn.Module) -> Any:
+    return module._modules.get("experts")
 
 
 def build_engine(model: Any, config: Config, world_size: int) -> Any:
@@ -154,12 +121,23 @@ def build_engine(model: Any, config: Config, world_size: int) -> Any:
     groups = layercheck.layer_groups(model, train.weight_decay)
     if train.groups == "stock":
         groups = _stock_groups(groups)
-    optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps)
     engine, _, _, _ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=deepspeed_config(config, world_size)
+        model=model, optimizer=_adamw(groups, train), config=deepspeed_config(config, world_size)
     )
     engine.train()
     return engine
+
+
+def _adamw(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.Optimizer:
+    if not train.offload:
+        return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps)
+    # DeepSpeed refuses torch's own on the host: it would be several times slower than this one.
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
+        groups, lr=train.lr, betas=train.betas, eps=train.eps, adamw_mode=True
+    )
+    return optimizer
 
 
 def _stock_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

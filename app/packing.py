@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,12 +65,37 @@ def positions_and_documents(lengths: list[int], seq_len: int) -> tuple[np.ndarra
     return positions, np.repeat(np.arange(len(parts)), parts)
 
 
-def block_diagonal_mask(documents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def attention_masks(documents: torch.Tensor, dtype: torch.dtype, shape: Any) -> Any:
+    """The mask that a model wants for packed sequences.
+
+    Args:
+        documents: document numbers, shape (batch, seq_len).
+        dtype: of the model, as sdpa demands.
+        shape: the model's configuration, for layers that see only a window of the last tokens.
+
+    Returns:
+        One mask, see `block_diagonal_mask`; or a dict with one for each kind of layer, where a model has two.
+    """
+    text = shape.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    window = getattr(text, "sliding_window", None)
+    if not window or window >= documents.shape[1] or kinds == {"full_attention"}:
+        return block_diagonal_mask(documents, dtype)
+    near = block_diagonal_mask(documents, dtype, window)
+    if len(kinds) < 2:
+        return near
+    return {"full_attention": block_diagonal_mask(documents, dtype), "sliding_attention": near}
+
+
+def block_diagonal_mask(
+    documents: torch.Tensor, dtype: torch.dtype, window: int | None = None
+) -> torch.Tensor:
     """The additive attention mask of packed sequences: causal, and never across documents.
 
     Args:
         documents: document numbers, shape (batch, seq_len).
         dtype: of the model, as sdpa demands.
+        window: a token sees itself and the `window - 1` tokens before it; None for all.
 
     Returns:
         Shape (batch, 1, seq_len, seq_len); 0 where a token may look, else the smallest number of `dtype`.
@@ -78,5 +104,6 @@ def block_diagonal_mask(documents: torch.Tensor, dtype: torch.dtype) -> torch.Te
     same = documents[:, :, None] == documents[:, None, :]
     length = documents.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    seen = causal if window is None else causal.triu(1 - window)
     mask = torch.zeros(same.shape, dtype=dtype, device=documents.device)
-    return mask.masked_fill(~(same & causal), torch.finfo(dtype).min)[:, None]
+    return mask.masked_fill(~(same & seen), torch.finfo(dtype).min)[:, None]

@@ -1,6 +1,7 @@
 """From a row of a data set to a conversation: the OpenThoughts and the MedQA schema."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from layercheck.errors import ConfigError
@@ -9,7 +10,13 @@ Message = dict[str, str]
 """`role` (system, user or assistant) and `content`."""
 Reader = Callable[[dict[str, Any]], list[Message]]
 
-NEEDED = {"openthoughts": ("conversations",), "medqa": ("question", "options", "answer")}
+NEEDED = {
+    "openthoughts": ("conversations",),
+    "medqa": ("question", "options", "answer"),
+    "medqa_hf": ("sent1", "ending0", "ending1", "label"),
+    "bigbio_qa": ("question", "choices", "answer"),
+}
+"""Schema -> columns without which it cannot be read. The last three hold the same kind of rows: an exam."""
 _ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 
 
@@ -22,7 +29,7 @@ def choose_schema(columns: list[str], wanted: str, source: str) -> str:
 
     Args:
         columns: columns that the source has.
-        wanted: `auto`, `openthoughts` or `medqa`.
+        wanted: `auto` or a key of NEEDED.
         source: named in the error.
 
     Raises:
@@ -51,6 +58,16 @@ def read_openthoughts(row: dict[str, Any]) -> list[Message]:
     return messages
 
 
+def place_system(talk: list[Message], choice: str) -> list[Message]:
+    """The conversation with its system prompt kept, merged into the first user turn, or dropped."""
+    if choice == "keep" or talk[0]["role"] != "system":
+        return talk
+    first, *rest = talk
+    if choice == "drop" or not rest or rest[0]["role"] != "user":
+        return rest
+    return [{"role": "user", "content": f"{first['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
+
+
 def _turn(turn: Any) -> Message:
     try:
         role, content = turn["from"], turn["value"]
@@ -63,15 +80,49 @@ def _turn(turn: Any) -> Message:
     return {"role": _ROLES[role], "content": content}
 
 
-def read_medqa(row: dict[str, Any]) -> list[Message]:
-    """`question`, `options` (dict, list of texts or of {key, value}), `answer`, perhaps `answer_idx`."""
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """A question with its possible replies, worded as in training; `right` is an index of `replies`."""
+
+    question: str
+    replies: tuple[str, ...]
+    right: int
+
+
+def read_exam(row: dict[str, Any]) -> Exam:
+    """One row of `medqa`, `medqa_hf` or `bigbio_qa`.
+
+    MedQA has `question`, `options` (dict, list of texts or of {key, value}), `answer`, perhaps `answer_idx`.
+    """
+    row = _as_medqa(row)
     options = read_options(row.get("options"))
-    letter = answer_letter(row, options)
     lines = [str(row["question"]), ""] + [f"{key}. {text}" for key, text in options.items()]
+    replies = tuple(f"{key}. {text}" for key, text in options.items())
+    return Exam("\n".join(lines), replies, list(options).index(answer_letter(row, options)))
+
+
+def read_medqa(row: dict[str, Any]) -> list[Message]:
+    """An exam as a conversation: the question with its options, and the right reply."""
+    exam = read_exam(row)
     return [
-        {"role": "user", "content": "\n".join(lines)},
-        {"role": "assistant", "content": f"{letter}. {options[letter]}"},
+        {"role": "user", "content": exam.question},
+        {"role": "assistant", "content": exam.replies[exam.right]},
     ]
+
+
+def _as_medqa(row: dict[str, Any]) -> dict[str, Any]:
+    """The public variants of the same exam: `sent1, ending0.., label` and `choices`."""
+    if "sent1" in row:
+        endings = [row[f"ending{index}"] for index in range(10) if row.get(f"ending{index}") is not None]
+        label = row["label"]
+        if not isinstance(label, int) or not 0 <= label < len(endings):
+            raise RowError(f"label={label!r} is none of the {len(endings)} endings")
+        return {"question": row["sent1"], "options": endings, "answer_idx": _letter(label)}
+    return row | {"options": row["choices"]} if "choices" in row else row
+
+
+def _letter(index: int) -> str:
+    return chr(ord("A") + index)
 
 
 def read_options(options: Any) -> dict[str, str]:
@@ -79,7 +130,7 @@ def read_options(options: Any) -> dict[str, str]:
     if isinstance(options, list) and options and isinstance(options[0], dict):
         options = {item.get("key"): item.get("value") for item in options}
     elif isinstance(options, list):
-        options = {chr(ord("A") + index): text for index, text in enumerate(options)}
+        options = {_letter(index): text for index, text in enumerate(options)}
     if not isinstance(options, dict):
         raise RowError(f"options={options!r} must be a dict or a list")
     found = {str(key): str(text) for key, text in options.items() if text is not None}
@@ -104,4 +155,5 @@ def answer_letter(row: dict[str, Any], options: dict[str, str]) -> str:
     raise RowError(f"answer={answer!r} is none of the options {list(options.values())}")
 
 
-READERS: dict[str, Reader] = {"openthoughts": read_openthoughts, "medqa": read_medqa}
+EXAMS = ("medqa", "medqa_hf", "bigbio_qa")
+READERS: dict[str, Reader] = {"openthoughts": read_openthoughts} | dict.fromkeys(EXAMS, read_medqa)

@@ -1,10 +1,10 @@
 """Where rows come from: the bundled text, a JSONL or Parquet file, or a data set of the hub."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,10 +12,11 @@ import xxhash
 
 from app import bundled
 from app.config import DataConfig
-from app.schemas import READERS, Message, RowError, choose_schema
+from app.schemas import READERS, Message, RowError, choose_schema, place_system
 from layercheck.errors import ConfigError
 
 _BLOCK_BYTES = 1 << 22
+T = TypeVar("T")
 
 
 def conversations(data: DataConfig) -> Iterator[list[Message]]:
@@ -25,13 +26,23 @@ def conversations(data: DataConfig) -> Iterator[list[Message]]:
         ConfigError: the source is missing, empty, lacks a column, or a row does not follow the schema; names
             the source, and the columns or the row.
     """
-    schema = check_source(data)
-    read = READERS[schema]
+    read = READERS[check_source(data)]
+    return read_rows(data, lambda row: place_system(read(row), data.system))
+
+
+def read_rows(data: DataConfig, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+    """What `read` makes of each row, in file order, at most `max_rows`.
+
+    Raises:
+        ConfigError: a row does not follow the schema; names the source and the row.
+    """
     for number, row in enumerate(islice(_rows(data), data.max_rows), start=1):
         try:
             yield read(row)
         except (RowError, KeyError) as error:
-            raise ConfigError(f"data.source={data.source!r}, row {number} ({schema}): {error}") from None
+            raise ConfigError(
+                f"data.source={data.source!r}, row {number}: {error}; see data.schema={data.schema_!r}"
+            ) from None
 
 
 def check_source(data: DataConfig) -> str:

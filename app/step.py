@@ -1,6 +1,7 @@
 """One optimizer step of one rank: a pure function of the step number and the engine's state."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,12 +10,13 @@ import torch.distributed as dist
 from app.config import Config
 from app.data import Dataset
 from app.forward import answer_loss
+from app.loader import StepLoader
 from app.order import Order, seed_everything
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that the steps of one rank need; nothing in it changes but the engine's own state."""
+    """All that the steps of one rank need; what changes is the engine's own state, and data read ahead."""
 
     config: Config
     rank: int
@@ -25,22 +27,32 @@ class Job:
     total_steps: int
     for_recovery: bool
 
+    @cached_property
+    def loader(self) -> StepLoader:
+        """Its data."""
+        return StepLoader(
+            self.dataset,
+            self.order,
+            rank=self.rank,
+            world_size=self.world_size,
+            micro_batch=self.config.train.micro_batch,
+            last_step=self.total_steps,
+            wait_s=self.config.data.wait_s,
+            pin=self.engine.device.type == "cuda",
+        )
+
 
 def one_step(job: Job, step: int) -> torch.Tensor:
     """Forward, backward and the optimizer; returns this rank's part of the loss."""
     config, engine = job.config, job.engine
-    mine = job.order.rank_indices(step, job.rank, job.world_size)
-    micro_batch = config.train.micro_batch
-    num_micro = len(mine) // micro_batch
-    num_labels = job.dataset.label_count(job.order.step_indices(step)) / (job.world_size * num_micro)
+    data = job.loader.take(step)
     total = torch.zeros((), device=engine.device)
-    for micro in range(num_micro):
+    for micro, batch in enumerate(data.batches):
         seed_everything(config.run.seed, step, job.rank, micro)
-        batch = job.dataset.batch(mine[micro * micro_batch : (micro + 1) * micro_batch])
-        loss = answer_loss(engine, batch, config.model.attention, num_labels)
+        loss = answer_loss(engine, batch, config.model.attention, data.num_labels)
         engine.backward(loss)
         engine.step()
-        total += loss.detach() / num_micro
+        total += loss.detach() / len(data.batches)
     return total
 
 

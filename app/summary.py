@@ -60,6 +60,7 @@ def write_summary(config: Config, observed: Observed) -> dict[str, Any]:
         "resumed": resumed,
         **(_writes(read_writes(files)) if method == "layercheck" else _tallied(config)),
         **_seconds(observed, attempts, steps),
+        "model": observed.result.model,
         "method_costs": attempts[-1].costs if attempts else {},
     }
     files.write("summary.json", json.dumps(summary, indent=2).encode())
@@ -125,12 +126,13 @@ def _seconds(observed: Observed, attempts: list[Attempt], steps: list[StepRow]) 
 
 def describe_summary(summary: dict[str, Any]) -> str:
     """The line for a person at the end of a run."""
+    model = f"\nmodel: {summary['model']}" if summary.get("model") else ""
     loss = "unknown" if summary["final_loss"] is None else f"{summary['final_loss']:.4f}"
     return (
         f"run {summary['run']} {summary['status']}: step {summary['steps']}, final loss {loss}, "
         f"{summary['failures']} failures, {summary['layer_writes']} layer writes "
         f"({summary['bytes_written'] / 1e6:.1f} MB) {summary['layer_writes_by_reason']}, "
-        f"stall {summary['stall_s']:.2f} s of {summary['train_s']:.1f} s, ETTR {summary['ettr']:.3f}"
+        f"stall {summary['stall_s']:.2f} s of {summary['train_s']:.1f} s, ETTR {summary['ettr']:.3f}{model}"
     )
 
 

@@ -14,7 +14,7 @@ from layercheck.errors import ConfigError
 
 IGNORED = -100
 """Label of a token that carries no loss."""
-_PLAIN_TEMPLATE = (
+_CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -48,23 +48,52 @@ def load_tokenizer(config: Config, folder: Path) -> Any:
         folder: where the bundled tokenizer was built.
 
     Raises:
-        ConfigError: it cannot be loaded, or is not a fast one (labels need character offsets).
+        ConfigError: see `read_tokenizer`.
+    """
+    name = config.model.tokenizer_name
+    place = str(bundled.build_tokenizer(folder, config.model.vocab_size)) if name == "bundled" else name
+    return read_tokenizer(place, f"model.tokenizer={name!r}", config.model.chat_template)
+
+
+def read_tokenizer(place: str, what: str, chat_template: str | None = None) -> Any:
+    """A fast tokenizer with a chat template and a padding token.
+
+    Args:
+        place: folder or hub id.
+        what: names it in an error.
+        chat_template: `chatml`, a Jinja file, or None for the tokenizer's own.
+
+    Raises:
+        ConfigError: it cannot be loaded, has no chat template, or is not a fast one (labels need character
+            offsets).
     """
     from transformers import AutoTokenizer
 
-    name = config.model.tokenizer_name
-    place = bundled.build_tokenizer(folder, config.model.vocab_size) if name == "bundled" else name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(place))
+        tokenizer = AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.tokenizer={name!r} cannot be loaded: {error}") from None
+        raise ConfigError(f"{what} cannot be loaded: {error}") from None
     if not tokenizer.is_fast:
-        raise ConfigError(f"model.tokenizer={name!r} has no fast version (tokenizer.json); convert it first")
+        raise ConfigError(f"{what} has no fast version (tokenizer.json); convert it first")
+    if chat_template is not None:
+        tokenizer.chat_template = _template(chat_template)
     if tokenizer.chat_template is None:
-        tokenizer.chat_template = _PLAIN_TEMPLATE
+        raise ConfigError(
+            f"{what} has no chat template, as is usual for a base model: set model.chat_template to chatml "
+            "or to a Jinja file, or take the tokenizer of the instruct model"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _template(choice: str) -> str:
+    if choice == "chatml":
+        return _CHATML
+    try:
+        return Path(choice).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"model.chat_template={choice!r} is neither chatml nor a file: {error}") from None
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -79,19 +108,23 @@ def documents(
     """Tokenised conversations of at most `seq_len` tokens (the end is cut off and counted)."""
     talks = iter(talks)
     while some := list(islice(talks, _TEXTS_PER_CALL)):
-        rendered = [render(talk, tokenizer) for talk in some]
-        encoded = tokenizer(
-            [text for text, _ in rendered],
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-        )
-        for ids, offsets, (_, spans) in zip(
-            encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True
-        ):
-            document = _cut(Document(ids, _labels(ids, offsets, spans)), seq_len, counts)
-            if document is not None:
-                yield document
+        for document in tokenised(some, tokenizer):
+            kept = _cut(document, seq_len, counts)
+            if kept is not None:
+                yield kept
+
+
+def tokenised(talks: list[list[Message]], tokenizer: Any) -> list[Document]:
+    """Conversations as token documents, whole, whatever their length."""
+    rendered = [render(talk, tokenizer) for talk in talks]
+    encoded = tokenizer(
+        [text for text, _ in rendered],
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+    )
+    parts = zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)
+    return [Document(ids, _labels(ids, offsets, spans)) for ids, offsets, (_, spans) in parts]
 
 
 def render(talk: list[Message], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
@@ -113,7 +146,16 @@ def render(talk: list[Message], tokenizer: Any) -> tuple[str, list[tuple[int, in
 
 
 def _apply(tokenizer: Any, talk: list[Message], *, prompt: bool) -> str:
-    return str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=prompt))
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=prompt))
+    except TemplateError as error:
+        roles = [message["role"] for message in talk]
+        raise ConfigError(
+            f"the chat template refuses a conversation of the roles {roles}: {error}; set data.system to "
+            "merge or drop if it knows no system role, or choose another model.chat_template"
+        ) from None
 
 
 def _labels(ids: list[int], offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:

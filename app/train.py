@@ -12,16 +12,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from app.config import Config, load_config, parse
+from app.curves import check_curves
 from app.failure_notes import FailureNotes
+from app.memory_check import estimated_memory
 from app.runfiles import RunFiles
 from app.sources import check_source
 from app.summary import Observed, describe_resumed, describe_summary, write_summary
@@ -54,6 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         config = load_config(args.config, overrides)
+        if args.estimate:
+            print(estimated_memory(config))
+            return 0
         check_input(config)
         with ray_cluster():
             check_cluster(config)
@@ -79,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run-name", help="same as --set run.name=...; the same name continues a run")
     parser.add_argument("--storage", help="same as --set run.storage=...")
+    parser.add_argument("--estimate", action="store_true", help="print the memory that a rank takes, and end")
     parser.add_argument("--takeover", action="store_true", help="fence off another live submission")
     return parser
 
@@ -93,6 +100,7 @@ def check_input(config: Config) -> None:
         LayerCheckError: names the setting to change.
     """
     check_source(config.data)
+    check_curves(config)
     _fault_plan(config)
     RunFiles(config.run.folder).check_writable()
 
@@ -184,7 +192,7 @@ def _fit(config: Config, submission: str, takeover: bool) -> TrainResult:
 
 
 def _fit_until_started(config: Config, submission: str, takeover: bool) -> Any:
-    """What rank 0 returned. A worker that dies while its group is being started costs a new controller.
+    """What rank 0 returned and where its model is. A death while the group starts costs a new controller.
 
     Ray Train restarts whatever dies before that moment and after it, but ends the run with the bare error of
     an actor for a death in between (seen with 2.60). Such starts count against `cluster.max_failures` too.
@@ -192,13 +200,22 @@ def _fit_until_started(config: Config, submission: str, takeover: bool) -> Any:
     number = 0
     while True:
         try:
-            return _trainer(config, submission, takeover, number).fit().return_value
+            ended = _trainer(config, submission, takeover, number).fit()
+            return {**ended.return_value, "model": _place_of(ended.checkpoint, config.run.folder)}
         except TrainingFailedError as error:
             died_in_start = isinstance(getattr(error, "controller_failure", None), RayActorError)
             if not died_in_start or number == config.cluster.max_failures:
                 raise
         log.warning("a worker died while its group was being started: started anew")
         number += 1
+
+
+def _place_of(checkpoint: Checkpoint | None, folder: str) -> str | None:
+    """A path, or a URI like that of the run's folder; None of a run that handed no model over."""
+    if checkpoint is None:
+        return None
+    scheme, remote, _ = folder.partition("://")
+    return f"{scheme}{remote}{checkpoint.path}" if remote else str(checkpoint.path)
 
 
 def _trainer(config: Config, submission: str, takeover: bool, number: int) -> TorchTrainer:
@@ -269,6 +286,7 @@ def worker(arguments: dict[str, Any]) -> dict[str, Any]:
             submission=submission,
             takeover=arguments["takeover"],
             reporter=ray.train.report,
+            publisher=_hand_over,
             faults=_fault_plan(config),
             drains=drains,
             witness=Witness.of(config.faults.witness, rank),
@@ -280,6 +298,11 @@ def worker(arguments: dict[str, Any]) -> dict[str, Any]:
     if result.status == "preempted":
         _leave(config, drains)
     return asdict(result)
+
+
+def _hand_over(folder: Path | None, metrics: dict[str, Any]) -> None:
+    """The trained model as the run's last Checkpoint: Ray copies it to its storage path. A barrier."""
+    ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder) if folder is not None else None)
 
 
 def _leave(config: Config, drains: Drains) -> None:

@@ -1,17 +1,24 @@
 """The training loop: one for a first start, a restart after a failure, every method and every launcher."""
 
+import json
 import logging
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from typing import Any, Protocol
 
 from app.baselines.protocol import MethodSession
 from app.config import Config
-from app.data import from_rank_0, open_dataset
+from app.data import Dataset, from_rank_0, open_dataset
+from app.final_model import MARK, exported
+from app.memory_check import tell_memory
 from app.methods import open_session, will_recover
 from app.model import build_engine, build_model, init_distributed, set_lr
 from app.order import Order
 from app.progress import Meter
+from app.runfiles import RunFiles
 from app.schedule import lr_at
+from app.shape import model_shape
 from app.step import Job, mean_over_ranks, one_step
 from app.train_result import TrainResult
 from layercheck.coordination.protocol import CoordinatorClient
@@ -20,6 +27,8 @@ from layercheck.manifest import ResumePoint, TrainerState
 
 log = logging.getLogger("app")
 Reporter = Callable[[dict[str, Any]], None]
+Publisher = Callable[[Path | None, dict[str, Any]], None]
+"""Takes the folder of the trained model, None beside rank 0, and the last metrics; may be a barrier."""
 
 
 class Faults(Protocol):
@@ -72,6 +81,7 @@ def train(
     submission: str | None = None,
     takeover: bool = False,
     reporter: Reporter | None = None,
+    publisher: Publisher | None = None,
     faults: Faults | None = None,
     drains: Drains | None = None,
     witness: Witness | None = None,
@@ -86,6 +96,7 @@ def train(
         submission: the same for all restarts of one submission.
         takeover: fence off another submission even if it is alive.
         reporter: called on all ranks at the same steps, every `report_every_s`; may be a barrier.
+        publisher: takes the trained model, once, on all ranks; None leaves it in the store.
         faults: failures to inject.
         drains: asked whenever progress is reported.
         witness: notes what the state really was.
@@ -103,11 +114,16 @@ def train(
         _check_weights_are_there(job, point)
         if witness is not None:
             witness.begun(point)
-        return _run_steps(job, session, point, reporter, faults, drains, witness)
+        result = _run_steps(job, session, point, reporter, faults, drains, witness)
     except FencedError as fenced:
         log.warning("%s", fenced)
         session.close("fenced")
         return TrainResult("fenced", message=str(fenced))
+    finally:
+        job.loader.close()
+    if result.status == "completed" and publisher is not None:
+        _publish(job, result, publisher)
+    return result
 
 
 def _set_up(
@@ -121,7 +137,7 @@ def _set_up(
     dataset = open_dataset(config, rank)
     if rank == 0:
         log.info("data: %d sequences of %d tokens; %s", len(dataset), dataset.seq_len, dataset.counts)
-    recovers = from_rank_0(lambda: will_recover(config), rank, config.data.wait_s)
+    recovers = from_rank_0(lambda: _look_ahead(config, dataset, world_size), rank, config.data.wait_s)
     model = build_model(config, dataset.tokenizer, world_size, for_recovery=recovers)
     engine = build_engine(model, config, world_size)
     order = Order(len(dataset), config.train.global_batch, config.run.seed)
@@ -129,6 +145,27 @@ def _set_up(
         config, rank, world_size, dataset, order, engine, config.train.total_steps(len(dataset)), recovers
     )
     return job, open_session(job, coordinator, submission, takeover)
+
+
+def _look_ahead(config: Config, dataset: Dataset, world_size: int) -> bool:
+    """Whether there is a state to recover; a run that begins is told what memory it will take first."""
+    recovers = will_recover(config)
+    if not recovers:
+        tell_memory(model_shape(config, dataset.tokenizer), config, world_size)
+    return recovers
+
+
+def _publish(job: Job, result: TrainResult, publisher: Publisher) -> None:
+    """Hands the model over, unless an earlier life has: one that ended between its last step and this."""
+    if not job.config.export:
+        return
+    files = RunFiles(job.config.run.folder)
+    if not result.ran and from_rank_0(lambda: files.exists(MARK), job.rank, job.config.data.wait_s):
+        return
+    with exported(job) as folder:
+        publisher(folder, {"step": result.steps, "steps": result.steps, "loss": result.final_loss})
+    if job.rank == 0:
+        files.write(MARK, json.dumps({"step": result.steps}).encode())
 
 
 def _check_weights_are_there(job: Job, point: ResumePoint) -> None:
@@ -151,32 +188,35 @@ def _run_steps(
     drains: Drains | None,
     witness: Witness | None,
 ) -> TrainResult:
-    meter = Meter(job.config, job.total_steps, job.rank)
     state: TrainerState = dict(point.trainer_state)
-    for step in range(point.step, job.total_steps + 1):
-        meter.begin()
-        set_lr(job.engine, lr_at(step - 1 - job.engine.skipped_steps, job.total_steps, job.config.train))
-        loss, report_due = mean_over_ranks(job, one_step(job, step), meter.report_due())
-        state = _trainer_state(job, step, loss)
-        if witness is not None:
-            witness.stepped(step)
-        report = session.after_step(step, state)
-        meter.end(step, loss, report)
-        if report.preempted:
-            session.close("preempted")
-            return TrainResult("preempted", step, loss, meter.steps, meter.median_step_s())
-        if faults is not None:
-            faults.maybe_kill(job.rank, step)
-        if report_due:
+    with closing(Meter(job.config, job.total_steps, job.rank)) as meter:
+        for step in range(point.step, job.total_steps + 1):
+            meter.begin()
+            lr = lr_at(step - 1 - job.engine.skipped_steps, job.total_steps, job.config.train)
+            set_lr(job.engine, lr)
+            loss, report_due = mean_over_ranks(job, one_step(job, step), meter.report_due())
+            state = _trainer_state(job, step, loss)
+            if witness is not None:
+                witness.stepped(step)
+            report = session.after_step(step, state)
+            meter.end(step, loss, lr, report)
+            if report.preempted:
+                session.close("preempted")
+                return TrainResult("preempted", step, loss, meter.steps, meter.median_step_s())
+            if faults is not None:
+                faults.maybe_kill(job.rank, step)
+            if report_due:
+                _report(meter, job.rank, reporter)
+            if drains is not None:
+                _heed(drains, session, report_due, meter)
+        if point.step <= job.total_steps:
+            session.save_now(state)
+        session.close("completed")
+        if meter.has_news():
             _report(meter, job.rank, reporter)
-        if drains is not None:
-            _heed(drains, session, report_due, meter)
-    if point.step <= job.total_steps:
-        session.save_now(state)
-    session.close("completed")
-    if meter.has_news():
-        _report(meter, job.rank, reporter)
-    return TrainResult("completed", job.total_steps, state.get("loss"), meter.steps, meter.median_step_s())
+        return TrainResult(
+            "completed", job.total_steps, state.get("loss"), meter.steps, meter.median_step_s()
+        )
 
 
 def _heed(drains: Drains, session: MethodSession, ask: bool, meter: Meter) -> None:

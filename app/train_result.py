@@ -19,6 +19,7 @@ class TrainResult:
         ran: steps that this life ran; 0 where the run was complete before.
         step_s: median seconds of these.
         message: for a person, where the run did not complete.
+        model: folder or URI of the Hugging Face model that Ray keeps as the run's Checkpoint.
     """
 
     status: Status
@@ -27,3 +28,4 @@ class TrainResult:
     ran: int = 0
     step_s: float | None = None
     message: str = ""
+    model: str | None = None

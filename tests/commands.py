@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = {
     "layercheck": "layercheck.cli",
     "app": "app.train",
+    "app.evaluate": "app.evaluate",
     "cluster.submit": "cluster.submit",
     "cluster.local": "cluster.local",
     "cluster.wait": "cluster.wait",

@@ -22,6 +22,7 @@ MAY_IMPORT = {
 }
 PURE = {
     "app.baselines.checkfreq_tuning",
+    "app.memory",
     "app.baselines.lowdiff.batch_file",
     "app.baselines.lowdiff.tuning",
     "app.baselines.gemini.decision",

@@ -19,6 +19,7 @@ from simulations.replay_policy import compare
 from simulations.trace import read_trace
 from tests.e2e.deaths import COORDINATOR, kill, process_of
 from tests.e2e.runs import (
+    ROOT,
     committed_versions,
     finish,
     metrics,
@@ -27,6 +28,7 @@ from tests.e2e.runs import (
     summary,
     wait_until,
 )
+from tests.samples import MEDQA
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 KILL_STEP = 22
@@ -148,6 +150,27 @@ def test_the_run_exports_to_a_model_with_its_tokenizer(killed, tmp_path):
             mean(float(each(ids, labels=ids).loss) for ids in batches) for each in (model, fresh)
         )
     assert trained < untrained - 0.1
+
+
+def test_the_model_that_ray_keeps_is_the_one_of_the_store_and_can_be_scored(killed, tmp_path):
+    from safetensors.torch import load_file
+
+    model = Path(summary(killed)["model"])
+    assert model.is_relative_to(killed / "ray"), "RunConfig(storage_path)"
+    out = tmp_path / "model"
+    store = ["layercheck.cli", "export", str(killed), "--to", "hf", "--dtype", "bfloat16", "--out", str(out)]
+    scores = tmp_path / "scores.json"
+    score = ["app.evaluate", "--model", str(model), "--data", str(MEDQA), "--json", str(scores)]
+    for command in (store, score):
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+    mine, theirs = (load_file(folder / "model.safetensors") for folder in (model, out))
+    assert mine.keys() == theirs.keys()
+    assert all(tensor.equal(theirs[name]) for name, tensor in mine.items())
+    assert json.loads(scores.read_text())["rows"] == 12
+    assert any((killed / "tensorboard").iterdir()), "tiny.yaml asks for curves"
 
 
 @pytest.mark.slow

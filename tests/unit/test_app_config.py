@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from app.config import Config, load_config
+from app.config import CONFIGS, Config, load_config
 from layercheck.errors import ConfigError
 
 
@@ -18,11 +18,26 @@ def test_every_number_of_workers_that_ray_may_start_has_to_split_the_global_batc
         load_config("tiny", ["cluster.min_workers=3"])
 
 
-@pytest.mark.parametrize("name", ["tiny", "quickstart"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_every_shipped_configuration_is_valid_and_survives_its_own_dump(name: str) -> None:
     config = load_config(name)
     assert config.run.name == name
     assert Config.model_validate(config.resolved()) == config
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-3b", "qwen2.5-7b"])
+def test_the_runs_of_the_paper_have_its_settings(name: str) -> None:
+    config = load_config(name)
+    train = config.train
+    assert (config.cluster.workers, config.cluster.gpus_per_worker, config.data.seq_len) == (8, 1, 2048)
+    assert (train.micro_batch, train.accumulation(8), train.lr, train.clip, train.epochs) == (
+        1,
+        2,
+        1e-5,
+        1,
+        1,
+    )
+    assert (train.dtype, config.model.gradient_checkpointing) == ("bf16", True)
 
 
 def test_overrides_are_typed_by_yaml_and_the_last_one_wins() -> None:

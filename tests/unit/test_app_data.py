@@ -3,18 +3,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from app import bundled, data
 from app.config import Config, parse
 from app.data import Dataset, open_dataset
 from app.forward import answer_loss, packed_logits
-from app.packing import block_diagonal_mask, pack, positions_and_documents
+from app.packing import attention_masks, block_diagonal_mask, pack, positions_and_documents
 from app.tokens import IGNORED, Counts, Document, documents, load_tokenizer, render
 from layercheck.errors import ConfigError
+from tests.small_models import SHAPES
 
 TALK = {
     "conversations": [{"from": "user", "value": "Hi there"}, {"from": "assistant", "value": "Good morning"}]
@@ -260,3 +262,38 @@ def test_a_tokenizer_that_does_not_exist_is_one_error(tmp_path: Path) -> None:
     wrong = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": "./absent"})})
     with pytest.raises(ConfigError, match=r"model\.tokenizer='\./absent'"):
         open_dataset(wrong)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma", "gemma3_text", "mistral", "qwen2_moe"])
+def test_a_packed_document_has_its_own_logits_in_every_family(dataset: Dataset, family: str) -> None:
+    torch.manual_seed(0)
+    shape = AutoConfig.for_model(**SHAPES[family], vocab_size=400, pad_token_id=0, bos_token_id=1)
+    model = AutoModelForCausalLM.from_config(shape).eval()
+    index = next(i for i in range(len(dataset)) if len(set(dataset.batch([i]).documents[0].tolist())) > 2)
+    batch = dataset.batch([index])
+    with torch.no_grad():
+        packed = packed_logits(model, batch, "sdpa")[0]
+        for number in batch.documents[0].unique():
+            where = batch.documents[0] == number
+            alone = model(input_ids=batch.input_ids[:1, where], use_cache=False).logits[0]
+            assert number > 0 or len(alone) > 24, "longer than the window of a sliding layer"
+            torch.testing.assert_close(packed[where], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_with_two_kinds_of_layers_gets_a_mask_for_each() -> None:
+    documents_ = torch.tensor([[0, 0, 0, 0, 1, 1]])
+    mixed = SimpleNamespace(sliding_window=2, layer_types=["sliding_attention", "full_attention"])
+    mixed.get_text_config = lambda: mixed
+    masks = attention_masks(documents_, torch.float32, mixed)
+    assert torch.equal(masks["full_attention"], block_diagonal_mask(documents_, torch.float32))
+    seen = (masks["sliding_attention"][0, 0] == 0).int().tolist()
+    assert seen == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [0, 1, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 1, 1],
+    ]
+    mixed.sliding_window = 6
+    assert torch.equal(attention_masks(documents_, torch.float32, mixed), masks["full_attention"])

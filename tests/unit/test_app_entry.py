@@ -74,7 +74,7 @@ class Controllers:
     def fit(self) -> SimpleNamespace:
         if self.ends:
             raise self.ends.pop(0)
-        return SimpleNamespace(return_value={"status": "completed"})
+        return SimpleNamespace(return_value={"status": "completed"}, checkpoint=SimpleNamespace(path="/m"))
 
 
 def died_in_start() -> TrainingFailedError:
@@ -86,8 +86,15 @@ def test_a_worker_that_dies_while_its_group_is_started_ends_no_run(monkeypatch: 
     controllers = Controllers(died_in_start(), died_in_start())
     monkeypatch.setattr(train, "_trainer", controllers.next)
     returned = train._fit_until_started(load_config("tiny", ["cluster.max_failures=2"]), "s", False)
-    assert returned == {"status": "completed"}
+    assert returned == {"status": "completed", "model": "/m"}
     assert controllers.numbers == [0, 1, 2], "each under a name of its own: Ray reads what it finds under one"
+
+
+def test_the_place_of_the_model_is_a_path_or_a_uri_like_that_of_the_run() -> None:
+    checkpoint = SimpleNamespace(path="bucket/runs/x/ray/checkpoint_0")
+    assert train._place_of(checkpoint, "s3://bucket/runs/x") == "s3://bucket/runs/x/ray/checkpoint_0"
+    assert train._place_of(SimpleNamespace(path="/runs/x/ray/c"), "/runs/x") == "/runs/x/ray/c"
+    assert train._place_of(None, "/runs/x") is None
 
 
 @pytest.mark.parametrize(

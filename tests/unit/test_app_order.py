@@ -3,6 +3,8 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app.config import TrainConfig
 from app.order import Order, seed_everything
@@ -30,6 +32,28 @@ def test_each_epoch_uses_every_sequence_once_in_another_order() -> None:
     epochs = [stream[first : first + 50] for first in range(0, 300, 50)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert epochs[0] != epochs[1]
+
+
+@given(
+    num_sequences=st.integers(5, 40),
+    seed=st.integers(0, 99),
+    lives=st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 3, 4])), min_size=1, max_size=6),
+)
+def test_every_sequence_is_seen_once_an_epoch_whatever_dies_and_however_many_ranks_go_on(
+    num_sequences: int, seed: int, lives: list[tuple[int, int]]
+) -> None:
+    """Each life runs some steps with its number of ranks and dies in the middle of the next one."""
+    order, seen, step = Order(num_sequences, 12, seed), [], 1
+    for steps, world_size in lives:
+        for _ in range(steps):
+            for rank in range(world_size):
+                seen += order.rank_indices(step, rank, world_size)
+            step += 1
+        order.rank_indices(step, 0, world_size)  # begun, and lost with the life
+    for first in range(0, len(seen), num_sequences):
+        epoch = seen[first : first + num_sequences]
+        assert len(set(epoch)) == len(epoch)
+        assert len(epoch) < num_sequences or set(epoch) == set(range(num_sequences))
 
 
 def test_another_seed_gives_another_order() -> None:

@@ -18,7 +18,7 @@ from layercheck.errors import StorageError
 KEYS = {
     *("run", "status", "config", "world_size", "steps", "final_loss", "attempts", "failures", "injected"),
     *("resumed", "bytes_written", "events", "layer_writes", "layer_writes_by_reason", "stall_s", "train_s"),
-    *("wall_s", "ettr", "method", "method_costs"),
+    *("wall_s", "ettr", "method", "method_costs", "model"),
 }
 RESUMED_KEYS = {
     *("attempt", "mode", "t_fail", "t_fail_source", "resume_step", "max_age", "weighted_age", "lost_steps"),

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from layercheck.config import parse_config
 from layercheck.errors import ConfigError
@@ -99,8 +100,12 @@ def test_every_argument_says_what_it_means() -> None:
     assert mute == []
 
 
+def _keys(model: type[BaseModel]) -> list[str]:
+    return [info.alias or name for name, info in model.model_fields.items()]
+
+
 def test_settings_named_in_the_text_exist() -> None:
-    fields = {f"{path}.{key}".lstrip(".") for path, model in sections() for key in model.model_fields}
+    fields = {f"{path}.{key}".lstrip(".") for path, model in sections() for key in _keys(model)}
     known = fields | {path for path, _ in sections()}
     named = {
         (page.name, name)

@@ -23,10 +23,12 @@ EXTRAS = {
     "layercheck.integrations.hf": ("hf",),
     "cluster": ("ray",),
     "app": ("app",),
+    "app.adapters": ("app", "lora"),
+    "app.curves": ("app", "wandb"),
     "simulations": ("sim", "ray"),
 }
 """Module, or all below it -> the extras that its imports may come from, besides the core."""
-IMPORT_NAMES = {"pyyaml": "yaml"}
+IMPORT_NAMES = {"pyyaml": "yaml", "tensorboardx": "tensorboardX"}
 """Where the name of a distribution is not that of its module."""
 RUNS_ONLY_WITH = {"cluster.witness": {"torch"}}
 """Imports of a part that another package brings along: the witness is called by the app."""
