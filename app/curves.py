@@ -1,11 +1,13 @@
 """The curves of a run for TensorBoard and Weights & Biases; rank 0 writes them, step by step."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from app.config import Config
 from layercheck.errors import ConfigError
+from layercheck.redact import without_secrets
 
 log = logging.getLogger("app")
 
@@ -89,7 +91,7 @@ class _WandB:
             id=config.run.name,
             name=config.run.name,
             resume="allow",
-            config=config.resolved(),
+            config=without_secrets(config.resolved(), os.environ),
         )
 
     def scalars(self, step: int, values: dict[str, float]) -> None:

@@ -84,3 +84,22 @@ def test_a_missing_package_is_one_error_before_training(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"logging\.\w+=.*the package {package}"):
         check_curves(config(tmp_path, override))
+
+
+def test_no_secret_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+
+    def init(**keys: object) -> SimpleNamespace:
+        told.append(keys["config"])
+        return SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    place = "s3://key:a-long-secret@bucket/runs"
+    settings = load_config(
+        "tiny",
+        [f"run.storage={place}", f"data.cache={tmp_path}", "logging.wandb=mine", "logging.tensorboard=false"],
+    )
+    Curves(settings).note(1, {"loss": 0.5})
+    assert "a-long-secret" in settings.run.storage
+    assert told
+    assert "a-long-secret" not in str(told)
