@@ -27,7 +27,7 @@ from simulations.validation.arms import CONFIG, Arm, arm_of
 from simulations.validation.figures import MIN_KILLS, MIN_RECOVERIES, calibrate, measure, simulate_kills
 from simulations.validation.result import Row, describe, write_json
 
-METHODS = ("layercheck", "layercheck_uniform", "none")
+METHODS = ("layercheck", "deepspeed", "dcp_async")
 TOLERANCE_POINTS = 3.0
 """Largest difference between the simulated and the measured ETTR, in points of 100."""
 
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--methods", nargs="+", default=METHODS, help="`layercheck_uniform`, or any of the app"
     )
-    parser.add_argument("--interval-steps", type=int, default=20, help="of methods that save at intervals")
+    parser.add_argument("--interval-steps", type=int, default=10, help="of methods that save at intervals")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} in place of {USUAL}")
     parser.add_argument("--minutes", type=float, help="of each run with failures")
     parser.add_argument("--mtbf-s", type=float, help="mean seconds between kills")
