@@ -319,6 +319,7 @@ def test_i10_a_run_ended_and_extended_has_the_losses_of_one_that_was_not(tmp_pat
     assert rest == whole[6:]
 
 
+@pytest.mark.slow  # the end-to-end kill of the default run shows it with Ray
 def test_a_killed_run_goes_on_at_the_next_step_with_a_loss_near_the_old_one(tmp_path: Path) -> None:
     assert run_ranks(2, tmp_path, _protected, str(tmp_path), 12, "one", 9) == [None, None]
     losses, result = run_ranks(2, tmp_path, _protected, str(tmp_path), 12, "one", 0)[0]

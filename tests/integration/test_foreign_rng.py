@@ -103,6 +103,7 @@ def test_in_a_composite_the_draws_go_on_from_the_newest_event_and_the_receipt_na
         assert result["draws"][receipt["resume_step"]] == reference[rank]["draws"][newest + 1]
 
 
+@pytest.mark.slow
 def test_without_the_setting_nothing_is_captured_and_the_receipt_says_keyed(tmp_path: Path) -> None:
     storage = str(tmp_path / "store")
     die = partial(foreign_loop, kill_at=KILL_AT, rng="keyed")
