@@ -6,8 +6,8 @@
 
 The tool (https://pypi.org/project/ckpt-chaos/) knows nothing of mixed ages: what comes back has to be the
 state of one step. So LayerCheck takes full events alone here and recovers in mode `uniform`. `--method
-deepspeed` is DeepSpeed's own `save_checkpoint` and `load_checkpoint`, at the same steps. What the tool said of
-both is kept in `ckpt_chaos/`.
+deepspeed` is DeepSpeed's own `save_checkpoint` and `load_checkpoint`, at the same steps. What it said
+of both is kept in `ckpt_chaos/`.
 """
 
 import argparse
