@@ -1,8 +1,12 @@
-"""`python -m simulations.measure saving|methods --out DIR [--quick]`: what saving costs on this machine.
+"""`python -m simulations.measure saving|methods|footprint|sizes --out DIR`: what saving costs here.
 
-`saving` writes `saving.json`: LayerCheck beside stock DeepSpeed. `methods` runs every method in short blocks,
-in a shuffled order, and writes `comparison.json`, `comparison.md`, pictures, and `costs.json`, which
-`python -m simulations.ettr --costs DIR` reads. Needs the machine to itself.
+- `saving`: LayerCheck beside stock DeepSpeed; writes `saving.json`.
+- `methods`: every method in short blocks, in a shuffled order; writes `comparison.json`, `comparison.md`,
+  pictures, and `costs.json`, which `python -m simulations.ettr --costs DIR` reads.
+- `footprint`: LayerCheck's storage at three thresholds on several data sets; writes `footprint.json`.
+- `sizes`: measures nothing; draws what `methods` came to for several model sizes side by side.
+
+All but the last need the machine to themselves.
 """
 
 # ruff: noqa: T201
@@ -14,9 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from app.measure.regime import SIZES
 from layercheck.errors import ConfigError, LayerCheckError
 from simulations.comparison.arms import METHODS
+from simulations.comparison.footprint import data_sets, measure_footprint
 from simulations.comparison.run import measure_methods, order_of
+from simulations.comparison.sizes import draw_sizes, read_comparisons
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     for sig in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(sig, _leave)
     try:
-        result = _saving(options) if options.what == "saving" else _methods(options)
+        result = _COMMANDS[options.what](options)
     except LayerCheckError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -37,11 +44,16 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m simulations.measure", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("what", choices=["saving", "methods"])
+    parser.add_argument("what", choices=list(_COMMANDS))
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
     parser.add_argument("--quick", action="store_true", help="fewer steps, 10 to 15 minutes")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="of `methods`: some of them")
     parser.add_argument("--rounds", type=int, help="of `methods`: blocks of each arm (full: 3, quick: 1)")
+    parser.add_argument("--size", choices=list(SIZES), help="of the model of `methods` and `footprint`")
+    parser.add_argument("--data", nargs="*", default=[], help="of `footprint`: files beside the bundled data")
+    parser.add_argument(
+        "--from", nargs="*", default=[], type=Path, dest="folders", help="of `sizes`: folders of `methods`"
+    )
     parser.add_argument("--resume", action="store_true", help="of `methods`: run the blocks that are missing")
     parser.add_argument("--seed", type=int, default=0, help="of `methods`: of the order of the blocks")
     return parser
@@ -55,9 +67,35 @@ def _saving(options: argparse.Namespace) -> dict[str, Any]:
 
 def _methods(options: argparse.Namespace) -> dict[str, Any]:
     order = order_of(
-        options.out, options.methods, options.quick, options.seed, options.resume, options.rounds
+        options.out,
+        options.methods,
+        options.quick,
+        options.seed,
+        options.resume,
+        options.rounds,
+        options.size,
     )
-    return measure_methods(order, lambda text: print(text, file=sys.stderr, flush=True))
+    return measure_methods(order, _say)
+
+
+def _footprint(options: argparse.Namespace) -> dict[str, Any]:
+    data = data_sets(options.data)
+    return measure_footprint(options.out, data, options.quick, options.size, _say)
+
+
+def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+    if not options.folders:
+        raise ConfigError("--from names no folder of `methods`")
+    contents = read_comparisons(options.folders)
+    draw_sizes(contents, options.out)
+    return {"sizes": [content["size"] for content in contents], "out": str(options.out)}
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+_COMMANDS = {"saving": _saving, "methods": _methods, "footprint": _footprint, "sizes": _sizes}
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

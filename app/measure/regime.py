@@ -30,18 +30,30 @@ class Regime:
         return int(CHECKPOINT["warmup_steps"]) + self.num_steps
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of the measured model, whose blocks are six and whose embedding has 8192 rows."""
+
+    hidden: int
+    intermediate: int
+
+
+SIZES = {"small": Size(256, 688), "medium": Size(448, 1216), "large": Size(640, 1728)}
+"""6, 17 and 32 million parameters."""
 FULL = Regime(num_steps=300, num_write_pairs=20)
 QUICK = Regime(num_steps=170, num_write_pairs=10)
 
 
-def config(storage: str, groups: str, num_steps: int) -> Config:
-    """32 million parameters in six blocks and an embedding, on the bundled text.
+def config(storage: str, groups: str, num_steps: int, size: str = "large") -> Config:
+    """Six blocks and an embedding, on the bundled text.
 
     Args:
         storage: folder of the runs; the tokenised data is shared by all arms.
         groups: `layer` or `stock`.
         num_steps: length of the learning rate's schedule.
+        size: of `SIZES`.
     """
+    model = SIZES[size]
     return parse(
         {
             "run": {"name": groups, "storage": storage, "seed": 7},
@@ -49,8 +61,8 @@ def config(storage: str, groups: str, num_steps: int) -> Config:
                 "config": {
                     "model_type": "qwen2",
                     "vocab_size": 8192,
-                    "hidden_size": 640,
-                    "intermediate_size": 1728,
+                    "hidden_size": model.hidden,
+                    "intermediate_size": model.intermediate,
                     "num_hidden_layers": 6,
                     "num_attention_heads": 8,
                     "num_key_value_heads": 4,

@@ -126,7 +126,7 @@ def _regime_table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
         )
         for name, row in rows.items()
     ]
-    return _table(head, body)
+    return table(head, body)
 
 
 def _recovery_table(recovery: Mapping[str, Any]) -> list[str]:
@@ -147,7 +147,7 @@ def _recovery_table(recovery: Mapping[str, Any]) -> list[str]:
         if isinstance(row, dict)
     ]
     note = f"Interval of the roll-back methods: {recovery['matched_interval_steps']} steps."
-    return [note, "", *_table(("method", *(key.removesuffix("_s") for key in keys), "recoveries"), body)]
+    return [note, "", *table(("method", *(key.removesuffix("_s") for key in keys), "recoveries"), body)]
 
 
 def _paper_lines(content: Mapping[str, Any]) -> list[str]:
@@ -174,7 +174,8 @@ def _paper_lines(content: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table, numbers to the right of the first column."""
     rule = ["---", *("---:" for _ in head[1:])]
     return ["| " + " | ".join(row) + " |" for row in (head, rule, *body)]
 

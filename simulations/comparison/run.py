@@ -33,7 +33,6 @@ _FOR_ALL = (
     "report_every_s=5",
 )
 """What all blocks share, beside the model and the data."""
-_QUICK_CONFIG = "campaign"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +44,19 @@ class Order:
     length: Length
     seed: int
     quick: bool
+    size: str
     done: tuple[Block, ...] = ()
 
     @property
     def key(self) -> dict[str, Any]:
         """What has to be the same for blocks to belong together; more rounds may follow."""
         of_a_block = replace(self.length, rounds=0, kill_rounds=0)
-        return {"methods": list(self.methods), "length": asdict(of_a_block), "seed": self.seed}
+        return {
+            "methods": list(self.methods),
+            "length": asdict(of_a_block),
+            "seed": self.seed,
+            "size": self.size,
+        }
 
 
 def order_of(
@@ -61,16 +66,18 @@ def order_of(
     seed: int,
     resume: bool = False,
     rounds: int | None = None,
+    size: str | None = None,
 ) -> Order:
     """Checks what was asked for.
 
     Args:
         out: folder of the results.
         methods: of `arms.METHODS`.
-        quick: short blocks of a small model.
+        quick: short blocks.
         seed: of the order of the blocks.
         resume: take over what was measured there before.
         rounds: blocks of each arm, without a kill and with one; None for as many as `quick` says.
+        size: of the model, of `regime.SIZES`; None for `large`, with `quick` `small`.
 
     Raises:
         ConfigError: there is no such method, the folder is not empty, or it holds another order.
@@ -80,7 +87,8 @@ def order_of(
         if rounds < 1:
             raise ConfigError(f"--rounds {rounds} must be at least 1")
         length = replace(length, rounds=rounds, kill_rounds=rounds)
-    order = Order(out, arms.check_methods(methods), length, seed, quick)
+    size = size or ("small" if quick else "large")
+    order = Order(out, arms.check_methods(methods), length, seed, quick, size)
     if resume:
         return replace(order, done=_read_blocks(order))
     if out.exists() and any(out.iterdir()):
@@ -177,14 +185,11 @@ def _in_words(block: Block) -> str:
 
 def _write_config(order: Order) -> str:
     """The configuration of all blocks as a file; methods and lengths are laid over it."""
-    cache = f"data.cache={order.out.absolute() / 'data'}"
     path = order.out / "config.yaml"
-    if order.quick:
-        content = load_config(_QUICK_CONFIG, (*_FOR_ALL, cache)).resolved()
-    else:
-        # As JSON, which is YAML too.
-        path.write_text(json.dumps(regime.config(str(order.out.absolute()), "layer", 1).resolved()))
-        content = load_config(str(path), (*_FOR_ALL, cache)).resolved()
+    content = regime.config(str(order.out.absolute()), "layer", 1, order.size).resolved()
+    # As JSON, which is YAML too.
+    path.write_text(json.dumps(content))
+    content = load_config(str(path), _FOR_ALL).resolved()
     # The warm-up of the regime is not that of these blocks; each arm gives its own.
     content["checkpoint"]["settings"] = _limits(content["checkpoint"]["settings"])
     path.write_text(json.dumps(content, indent=1) + "\n")
@@ -226,9 +231,11 @@ def _about(order: Order, blocks: Sequence[Block]) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     return {
         "machine": f"{platform.platform()}, {cores} cores, {_memory_gb():.0f} GB",
+        "parameters": round(parameters),
         "model": f"{parameters / 1e6:.1f} M parameters on {WORLD_SIZE} ranks, ZeRO-3, bf16",
         "seed": order.seed,
         "quick": order.quick,
+        "size": order.size,
         "length": asdict(order.length),
         "blocks": len(blocks),
         "load_1min": os.getloadavg()[0],

@@ -1,0 +1,66 @@
+"""Comparisons side by side, and the storage at several thresholds, on blocks known by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import load_config
+from layercheck.errors import ConfigError
+from simulations.comparison.footprint import Footprint, data_sets, footprint_table, k_arms
+from simulations.comparison.result import comparison
+from simulations.comparison.sizes import draw_sizes, read_comparisons
+from tests.unit.test_comparison import ABOUT, BLOCKS, FULL, ours
+
+
+def _measured(folder: Path, size: str, parameters: int, **changed: Any) -> Path:
+    folder.mkdir()
+    content = {**comparison(BLOCKS, 20, ABOUT), "size": size, "parameters": parameters, **changed}
+    (folder / "comparison.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_sizes_stand_side_by_side_the_smallest_first(tmp_path: Path) -> None:
+    folders = [_measured(tmp_path / "l", "large", 32_000_000), _measured(tmp_path / "s", "small", 6_000_000)]
+    contents = read_comparisons(folders)
+    assert [content["size"] for content in contents] == ["small", "large"]
+    text = draw_sizes(contents, tmp_path / "out")
+    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {
+        "end-to-end-every-step", "end-to-end-own", "recovery"
+    }  # fmt: skip
+    assert "| 6 M parameters | 20 | lowdiff_dense | 4.00 | 2.50 | 13.25 |" in text
+    assert "| 32 M parameters | own | layercheck | 20 | 0.000 | 10 | 0.0 | 10 | 1.020 |" in text
+
+
+def test_a_comparison_that_cannot_be_shown_is_refused(tmp_path: Path) -> None:
+    one = _measured(tmp_path / "a", "small", 1)
+    with pytest.raises(ConfigError, match="size 'small' is there already"):
+        read_comparisons([one, _measured(tmp_path / "b", "small", 1)])
+    with pytest.raises(ConfigError, match="format_version 9, known is 1"):
+        read_comparisons([_measured(tmp_path / "c", "large", 1, format_version=9)])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_comparisons([tmp_path / "nowhere"])
+
+
+def test_a_footprint_has_the_figures_of_its_block() -> None:
+    found = Footprint.of("bundled", 10.0, ours(0))
+    assert (found.bytes_written, found.events, found.layer_writes) == (FULL // 2, 5, 5)
+    assert (found.mean_event_bytes, found.mean_interval, found.full_bytes) == (FULL / 10, 20.0, FULL)
+    assert footprint_table([found])[-1].startswith("| bundled | 10 | 10 | 0.000 | 5 |")
+
+
+def test_data_sets_are_named_after_their_files(tmp_path: Path) -> None:
+    path = tmp_path / "medqa.jsonl"
+    with pytest.raises(ConfigError, match="there is no such file"):
+        data_sets([str(path)])
+    path.touch()
+    assert data_sets([str(path)]) == {"bundled": "bundled", "medqa": str(path)}
+    with pytest.raises(ConfigError, match="'medqa' is there already"):
+        data_sets([str(path), str(path)])
+
+
+def test_each_threshold_is_a_configuration_of_the_app() -> None:
+    for k, arm in k_arms(quick=True).items():
+        settings = load_config("campaign", (*arm.settings, f"train.steps={arm.steps}")).checkpoint.settings
+        assert (settings.k0_per_lr, settings.s_max) == (k, arm.window)
