@@ -86,6 +86,7 @@ class PartWriter:
         self._attempt = attempt
         self._flush_s = flush_s
         self._schema = schema
+        self._columns = frozenset(schema.names)  # pyarrow makes this list anew in each call
         self._clock = clock
         self._rows: deque[dict[str, Any]] = deque(maxlen=max_rows)
         self._lock = threading.Lock()
@@ -105,7 +106,7 @@ class PartWriter:
         Raises:
             ValueError: the row has a column that the table does not have.
         """
-        unknown = row.keys() - set(self._schema.names)
+        unknown = row.keys() - self._columns
         if unknown:
             raise ValueError(
                 f"{self._folder}: unknown column {sorted(unknown)[0]!r}; has {self._schema.names}"
