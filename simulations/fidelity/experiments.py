@@ -22,7 +22,7 @@ CHECKPOINT: dict[str, Any] = {
 }
 """The defaults with a tenth of their steps. `failure_aware` would write more often after a failure."""
 FULL = Length(
-    base_steps=1500, steps=400, every=25, last_every=3, num_last=20, train_rows=6000, held_out_rows=100
+    base_steps=1000, steps=300, every=15, last_every=3, num_last=20, train_rows=6000, held_out_rows=100
 )
 QUICK = Length(
     base_steps=200, steps=100, every=20, last_every=2, num_last=6, train_rows=2000, held_out_rows=40

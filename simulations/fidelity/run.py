@@ -108,15 +108,16 @@ def compare(lab: Lab, order: Order) -> tuple[dict[str, Any], Curves]:
     lab.run([*specs, *scouts])
     arms = equalised(arms, dict(zip([arm.name for arm in arms], lab.run(scouts), strict=True)))
     found = lab.run([arm.spec(seeds[0], length, ()) for arm in arms])
+    # Seed by seed: what was broken off still has all arms of the first seeds.
     failing = [
         arm.spec(seed, length, failures_of(arm, scout, seed))
-        for arm, scout in zip(arms, found, strict=True)
         for seed in seeds
+        for arm, scout in zip(arms, found, strict=True)
     ]
-    outcomes = iter(lab.run(failing))
-    recovered = {arm.name: [next(outcomes) for _ in seeds] for arm in arms}
-    outcomes = iter(lab.run(specs))
-    free = {training: [next(outcomes) for _ in seeds] for training in trainings}
+    outcomes = lab.run(failing)
+    recovered = {arm.name: outcomes[place :: len(arms)] for place, arm in enumerate(arms)}
+    unharmed = iter(lab.run(specs))
+    free = {training: [next(unharmed) for _ in seeds] for training in trainings}
     content = _content(order, arms, recovered, [free[arm.training] for arm in arms])
     return content, {"without failures": free[arms[0].training], **recovered}
 

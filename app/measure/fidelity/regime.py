@@ -10,13 +10,13 @@ from app.measure.fidelity.texts import Texts
 SEQ_LEN = 96
 BATCH = 8
 BASE_LR = 2e-3
-TUNE_LR = 2e-4
+TUNE_LR = 3e-4
 BASE_SEED = 11
 _SHAPE = {
     "model_type": "llama",
     "hidden_size": 64,
     "intermediate_size": 176,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 128,
@@ -24,7 +24,7 @@ _SHAPE = {
 }
 MODELS: dict[ModelKind, dict[str, Any]] = {
     "llama": {"config": _SHAPE, "vocab_size": 1024},
-    "wide_embedding": {"config": _SHAPE | {"num_hidden_layers": 3}, "vocab_size": 4096},
+    "wide_embedding": {"config": _SHAPE | {"num_hidden_layers": 2}, "vocab_size": 4096},
 }
 """About a quarter and about two thirds of the parameters are in the embedding."""
 

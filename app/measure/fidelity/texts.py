@@ -9,6 +9,7 @@ import json
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def _write(path: Path, pairs: list[Pair]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _pairs() -> list[Pair]:
+@cache
+def _pairs() -> tuple[Pair, ...]:
     """All documented names of the library, each answer once, in the order of the files."""
     found: dict[str, str] = {}
     library = Path(sysconfig.get_path("stdlib"))
@@ -84,7 +86,7 @@ def _pairs() -> list[Pair]:
             continue
         for name, text in _documented(path):
             found.setdefault(text, f"What does {module}.{name} do?")
-    return [(question, answer) for answer, question in found.items()]
+    return tuple((question, answer) for answer, question in found.items())
 
 
 def _documented(path: Path) -> Iterator[tuple[str, str]]:
