@@ -106,7 +106,8 @@ def compare(lab: Lab, order: Order) -> tuple[dict[str, Any], Curves]:
     ]
     scouts = [arm.spec(seeds[0], length, ()) for arm in arms]
     lab.run([*specs, *scouts])
-    arms = equalised(arms, dict(zip([arm.name for arm in arms], lab.run(scouts), strict=True)))
+    scouted = dict(zip([arm.name for arm in arms], lab.run(scouts), strict=True))
+    arms = equalised(arms, scouted)
     found = lab.run([arm.spec(seeds[0], length, ()) for arm in arms])
     # Seed by seed: what was broken off still has all arms of the first seeds.
     failing = [
@@ -119,6 +120,9 @@ def compare(lab: Lab, order: Order) -> tuple[dict[str, Any], Curves]:
     unharmed = iter(lab.run(specs))
     free = {training: [next(unharmed) for _ in seeds] for training in trainings}
     content = _content(order, arms, recovered, [free[arm.training] for arm in arms])
+    content["scouts_train_bit_for_bit_alike"] = all(
+        scouted[arm.name].evaluations == free[arm.training][0].evaluations for arm in arms
+    )
     return content, {"without failures": free[arms[0].training], **recovered}
 
 

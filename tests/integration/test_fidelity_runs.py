@@ -1,5 +1,6 @@
 """A minute model is fine-tuned, fails and recovers: what the fidelity experiments are made of."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def _runs(folder: str) -> dict[str, Any]:
     tuning.open_session = noting
     outcomes = tuning.run_specs(0, folder, list(names.values()), False)
     # One life of `free`, then the three of `recovered`.
-    return dict(zip(names, outcomes, strict=True)) | {"begun with": begun_with[1:4]}
+    texts = Path(folder) / f"texts-{LENGTH.train_rows}-{LENGTH.held_out_rows}"
+    return dict(zip(names, outcomes, strict=True)) | {"begun with": begun_with[1:4], "texts": texts}
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +122,24 @@ def test_the_next_life_has_another_model_before_it_recovers(runs: dict[str, Any]
     assert len(later) == 2
     assert all(np.abs(weights - first).mean() > 1e-3 for weights in later)
     assert np.abs(later[0] - later[1]).mean() > 1e-3
+
+
+def test_what_is_evaluated_was_never_trained_on(runs: dict[str, Any]) -> None:
+    train, held_out, choices = (
+        _rows(runs["texts"] / f"{name}.jsonl") for name in ("train", "held-out", "choices")
+    )
+    assert (len(train), len(held_out)) == (LENGTH.train_rows, LENGTH.held_out_rows)
+    assert not {answer for _, answer in train} & {answer for _, answer in held_out}
+    assert len(choices) == 8 * len(held_out)
+    for number, (question, answer) in enumerate(held_out):
+        asked, unasked = choices[8 * number : 8 * number + 4], choices[8 * number + 4 : 8 * number + 8]
+        assert {one for one, _ in asked} == {question}
+        assert question not in {one for one, _ in unasked}
+        assert [one for _, one in asked] == [one for _, one in unasked]
+        assert asked[0][1] == answer
+        assert len({one for _, one in asked}) == 4
+
+
+def _rows(path: Path) -> list[tuple[str, str]]:
+    turns = [json.loads(line)["conversations"] for line in path.read_text().splitlines()]
+    return [(question["value"], answer["value"]) for question, answer in turns]

@@ -199,6 +199,7 @@ def test_a_cascade_is_compared_with_the_runs_of_its_seeds(tmp_path: Path) -> Non
         np.mean([0.03 / (2 - 0.05 * s) for s in range(3)])
     )
     assert content["lost_steps"] == [12.0] * 3
+    assert content["scouts_train_bit_for_bit_alike"]
     assert content["worse_than_the_first_arm"] == {"control, ages x 10": True}
     assert list(curves) == ["without failures", "composite", "control, ages x 10"]
     assert all(len(spec.failures) in (0, 3) for spec in lab.made)

@@ -13,7 +13,8 @@ from app.tokens import IGNORED
 from layercheck.errors import LayerCheckError
 
 _SEQUENCES = 32
-_QUESTIONS = 16
+_QUESTIONS = 8
+_ROWS = 2 * NUM_CHOICES
 
 
 class HeldOut:
@@ -28,10 +29,10 @@ class HeldOut:
         self._attention = config.model.attention
         self._rows = open_dataset(evaluated(config, texts.held_out, packing=True))
         self._choices = open_dataset(evaluated(config, texts.choices, packing=False))
-        if len(self._choices) % NUM_CHOICES:
+        if len(self._choices) % _ROWS:
             raise LayerCheckError(
-                f"{len(self._choices)} answers of {texts.choices} fit into a sequence: not {NUM_CHOICES} for "
-                "each question"
+                f"{len(self._choices)} answers of {texts.choices} fit into a sequence: not {_ROWS} for each "
+                "question"
             )
 
     def loss(self, engine: Any) -> float:
@@ -46,19 +47,22 @@ class HeldOut:
         return total
 
     def accuracy(self, engine: Any) -> float:
-        """Part of the questions whose right answer has the largest mean log likelihood of its tokens.
+        """Part of the questions whose right answer gains most from its question.
 
-        An answer that is only as likely as the right one counts against it.
+        Gain: mean log likelihood of the answer's tokens after the question, less that after a question that
+        says nothing; so a common answer is not preferred. One that gains as much counts against the right
+        one.
         """
         right = 0
         engine.eval()
         with torch.no_grad():
-            for batch in self._batches(self._choices, _QUESTIONS * NUM_CHOICES):
+            for batch in self._batches(self._choices, _QUESTIONS * _ROWS):
                 scores = mean_log_likelihood(packed_logits(engine, batch, self._attention), batch.labels)
-                by_question = scores.reshape(-1, NUM_CHOICES)
-                right += int((by_question[:, 0] > by_question[:, 1:].max(-1).values).sum())
+                asked, unasked = scores.reshape(-1, 2, NUM_CHOICES).unbind(1)
+                gain = asked - unasked
+                right += int((gain[:, 0] > gain[:, 1:].max(-1).values).sum())
         engine.train()
-        return right * NUM_CHOICES / len(self._choices)
+        return right * _ROWS / len(self._choices)
 
     def _batches(self, dataset: Dataset, size: int) -> Any:
         for first in range(0, len(dataset), size):

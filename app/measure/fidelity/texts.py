@@ -17,6 +17,7 @@ _ANSWER_CHARS = 160
 _FEWEST_CHARS = 40
 _EVERY_HELD_OUT = 10
 NUM_CHOICES = 4
+_ANY_QUESTION = "What does it do?"
 _LEFT_OUT = ("test", "idlelib", "site-packages", "dist-packages", "lib2to3", "turtledemo", "ensurepip")
 
 
@@ -27,7 +28,8 @@ class Texts:
     Attributes:
         train: to fine-tune on.
         held_out: never trained on.
-        choices: `NUM_CHOICES` rows for each held-out question, the right answer first.
+        choices: for each held-out question `NUM_CHOICES` rows, the right answer first; then the same answers
+            to a question that says nothing.
     """
 
     train: Path
@@ -62,9 +64,9 @@ Pair = tuple[str, str]
 
 def _choices(pairs: list[Pair], number: int) -> list[Pair]:
     """The question with its own answer and with those of the questions a quarter, a half, ... further on."""
-    question, _ = pairs[number]
     places = [number + index * len(pairs) // NUM_CHOICES for index in range(NUM_CHOICES)]
-    return [(question, pairs[place % len(pairs)][1]) for place in places]
+    answers = [pairs[place % len(pairs)][1] for place in places]
+    return [(question, answer) for question in (pairs[number][0], _ANY_QUESTION) for answer in answers]
 
 
 def _write(path: Path, pairs: list[Pair]) -> None:
