@@ -14,6 +14,9 @@ from tests.integration.test_fidelity_runs import CHECKPOINT, LENGTH, prepare
 
 KILLED_AT = 14
 WRITER_IS_IDLE_S = 2.0
+COMMITTED_S = 0.25
+"""Pause after each step. A layer in flight is not chosen again, so a commit that outlasts an interval of four
+steps would change what is saved."""
 SPEC = RunSpec(
     # No layer is near its limit, so that nothing depends on how long a commit takes.
     seed=1, length=LENGTH, checkpoint=CHECKPOINT | {"s_max": 64}, failures=(KILLED_AT,)
@@ -24,6 +27,13 @@ def _in_process(folder: str) -> list[tuple[int, float]]:
     from app.measure.fidelity import tuning
 
     prepare(folder)
+    one_step = tuning.one_step
+
+    def unhurried(*args: Any) -> Any:
+        time.sleep(COMMITTED_S)
+        return one_step(*args)
+
+    tuning.one_step = unhurried  # type: ignore[assignment]
     return list(tuning.run_specs(0, folder, [SPEC], False)[0].evaluations)
 
 
@@ -45,6 +55,7 @@ class _Watch:
         self.first_step = point.step
 
     def stepped(self, step: int) -> None:
+        time.sleep(COMMITTED_S)
         if LENGTH.is_evaluated(step):
             self.evaluations.append((step, self._held_out.loss(self.engine)))
 
