@@ -126,6 +126,30 @@ def draw_lines(
     _save(figure, path)
 
 
+def draw_heat_map(values: Any, rows: Sequence[str], path: Path, first_step: int) -> None:
+    """A row for each layer, a column for each step (paper, figure 2); each row relative to its largest value.
+
+    Args:
+        values: shape (rows, steps), 0 or larger.
+        rows: their names.
+        path: without suffix; `.png` and `.svg` are written.
+        first_step: of the first column.
+    """
+    largest = values.max(axis=1, keepdims=True)
+    figure, (panel,) = _figure(1, 8.0, 1.2 + 0.28 * len(rows))
+    image = panel.imshow(
+        values / largest.clip(min=1e-300),
+        aspect="auto",
+        cmap="viridis_r",
+        interpolation="nearest",
+        extent=(first_step - 0.5, first_step - 0.5 + values.shape[1], len(rows) - 0.5, -0.5),
+    )
+    panel.set_yticks(range(len(rows)), rows, fontsize=7)
+    panel.set_xlabel("step")
+    figure.colorbar(image, ax=panel, label="drift / its largest value")
+    _save(figure, path)
+
+
 # ---------------------------------------------------------------- matplotlib
 
 

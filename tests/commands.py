@@ -22,6 +22,7 @@ PROGRAMS = {
     "cluster.leave": "cluster.leave",
     "cluster.campaign": "cluster.campaign",
     "simulations.measure": "simulations.measure",
+    "simulations.fidelity": "simulations.fidelity.__main__",
     "simulations.ettr": "simulations.ettr",
     "simulations.recommend": "simulations.recommend",
     "simulations.replay": "simulations.replay",

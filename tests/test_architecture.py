@@ -28,6 +28,7 @@ PURE = {
     "app.baselines.gemini.decision",
     "app.baselines.gemini.placement",
     "app.baselines.gemini.records",
+    "app.measure.fidelity.spec",
     "layercheck.config",
     "layercheck.end_signals",
     "layercheck.errors",
@@ -61,6 +62,9 @@ PURE = {
     "simulations.engines.reference",
     "simulations.engines.segments",
     "simulations.failures",
+    "simulations.fidelity.experiments",
+    "simulations.fidelity.figures",
+    "simulations.fidelity.result",
     "simulations.methods",
     "simulations.model",
 }

@@ -1,0 +1,1 @@
+"""Is training after composite recoveries as good as without a failure? `python -m simulations.fidelity`."""
