@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from app.baselines.settings import WRITE_LOCAL_FILES, BaselineSettings, Method
 from app.model_config import ModelConfig
-from app.section import Section
+from app.section import Place, PlaceOrName, Section
 from layercheck.config import LayerCheckConfig, describe
 from layercheck.errors import ConfigError
 
@@ -22,7 +22,7 @@ class RunConfig(Section):
 
     name: str = "run"
     """The same name in the same storage continues a run. Letters, digits, `.`, `_`, `-`."""
-    storage: str = "runs"
+    storage: Place = Field("runs", validate_default=True)
     """Local folder or URI that every worker and the coordinator see; the run is `<storage>/<name>/`."""
     seed: int = Field(0, ge=0)
     """Of weights, data order and dropout; batches and masks are functions of (seed, step, rank)."""
@@ -37,20 +37,19 @@ class RunConfig(Section):
 
     @property
     def folder(self) -> str:
-        """The folder of the run; absolute or a URI, since workers have other working folders."""
+        """The folder of the run; absolute or a URI."""
         return f"{self.storage_root}/{self.name}"
 
     @property
     def storage_root(self) -> str:
-        """`storage` as an absolute path or a URI without a slash at its end."""
-        storage = self.storage.removeprefix("file://")
-        return storage.rstrip("/") if "://" in storage else str(Path(storage).expanduser().absolute())
+        """`storage` without a slash at its end."""
+        return self.storage.rstrip("/")
 
 
 class DataConfig(Section):
     """What to train on."""
 
-    source: str = "bundled"
+    source: PlaceOrName = "bundled"
     """`bundled` (the language reference of this Python), a `.jsonl` or `.parquet` file, or a hub id."""
     schema_: Literal["auto", "openthoughts", "medqa", "medqa_hf", "bigbio_qa"] = Field("auto", alias="schema")
     """Of the rows; `auto` looks at the columns."""
@@ -65,7 +64,7 @@ class DataConfig(Section):
     """Several documents in one sequence, with their boundaries kept apart."""
     max_rows: int | None = Field(None, ge=1)
     """Use the first rows only."""
-    cache: str | None = None
+    cache: Place | None = None
     """Folder for the tokenised data, seen by all ranks. Default: `<storage>/<run>/data`."""
     wait_s: float = Field(1800, gt=0)
     """How long ranks wait for rank 0 to tokenise."""
@@ -207,9 +206,9 @@ class FaultsConfig(Section):
 
     kill: tuple[dict[str, int | str], ...] = ()
     """`[{rank, step, times, how}]`, see `cluster/faults.py`; `how` is kill, raise or stop."""
-    witness: str | None = None
+    witness: Place | None = None
     """Local folder in which every rank notes what its state really was, see `cluster/witness.py`."""
-    step_log: str | None = None
+    step_log: Place | None = None
     """Local folder in which rank 0 notes when each step began and ended, see `app/step_log.py`."""
 
 

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from app.section import Section
+from app.section import PlaceOrName, Section
 
 
 class LoraConfig(Section):
@@ -23,13 +23,13 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """A pretrained model (`path`) or a fresh one (`config`), and its tokenizer."""
 
-    path: str | None = None
+    path: PlaceOrName | None = None
     """Local folder or hub id."""
     config: dict[str, Any] | None = None
     """Keys of a Hugging Face `config.json`; needs `model_type`. `vocab_size` follows the tokenizer."""
-    tokenizer: str | None = None
+    tokenizer: PlaceOrName | None = None
     """`bundled`, a folder or a hub id. Default: that of `path`, else `bundled`."""
-    chat_template: str | None = None
+    chat_template: PlaceOrName | None = None
     """`chatml` or a Jinja file. Default: the tokenizer's own; one without any is refused."""
     vocab_size: int = Field(2048, ge=300)
     """Size of the bundled tokenizer."""

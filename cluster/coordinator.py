@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.metrics import Metrics
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient
-from layercheck.errors import LayerCheckError
+from layercheck.errors import ConfigError, LayerCheckError
 
 NAMESPACE = "layercheck"
 CALLS = frozenset(name for name in vars(CoordinatorClient) if not name.startswith("_")) | {"note_failure"}
@@ -67,10 +67,20 @@ def _say(text: str) -> None:
 
 
 def normal_storage(storage: str) -> str:
-    """One spelling of a storage place: absolute for a local path, without a slash at the end."""
+    """One spelling of a storage place: absolute for a local path, without a slash at the end.
+
+    Raises:
+        ConfigError: a relative path, which means another folder in every process of Ray.
+    """
     if "://" in storage and not storage.startswith("file://"):
         return storage.rstrip("/")
-    return str(Path(storage.removeprefix("file://")).expanduser().resolve())
+    path = Path(storage.removeprefix("file://")).expanduser()
+    if not path.is_absolute():
+        raise ConfigError(
+            f"storage={storage!r} is relative, and workers run in other folders: "
+            "give an absolute path or a URI"
+        )
+    return str(path.resolve())
 
 
 def coordinator_name(run: str, storage: str) -> str:

@@ -15,7 +15,7 @@ from cluster import coordinator as coordinator_module
 from cluster.client import ActorClient, connect, note_failure
 from cluster.coordinator import NAMESPACE, coordinator_name, start_coordinator
 from layercheck.config import LayerCheckConfig
-from layercheck.errors import CoordinatorLostError, FencedError, RunIsLiveError, StorageError
+from layercheck.errors import ConfigError, CoordinatorLostError, FencedError, RunIsLiveError, StorageError
 from layercheck.manifest import EventId
 from tests.integration.ledger import LedgerCoordinator
 
@@ -60,6 +60,13 @@ def test_the_same_run_and_storage_find_the_same_actor_and_others_do_not(client, 
     assert again.health()["pid"] == client.health()["pid"]
     assert coordinator_name("run", "s3://b/x/") == coordinator_name("run", "s3://b/x")
     assert coordinator_name("run", "/a") != coordinator_name("run", "/b")
+
+
+def test_a_relative_storage_is_refused_as_workers_run_elsewhere():
+    with pytest.raises(ConfigError, match="storage='runs' is relative"):
+        connect("run", "runs").health()
+    with pytest.raises(ConfigError, match="storage='runs' is relative"):
+        start_coordinator("run", "runs")
 
 
 def test_a_killed_actor_comes_back_with_what_storage_holds(client):

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from app.config import CONFIGS, Config, load_config
+from app.config import CONFIGS, Config, load_config, parse
 from layercheck.errors import ConfigError
 
 
@@ -104,3 +104,30 @@ def test_the_run_folder_is_absolute_and_a_uri_stays_a_uri(
     assert load_config("tiny", [f"run.storage=file://{tmp_path}/x"]).run.folder == f"{tmp_path}/x/tiny"
     remote = load_config("tiny", ["run.storage=s3://bucket/runs/", "data.cache=/shared"])
     assert remote.run.folder == "s3://bucket/runs/tiny"
+
+
+def test_a_configuration_means_the_same_places_wherever_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's workers have folders of their own: a relative storage once lay there, and was lost with them."""
+    (tmp_path / "driver").mkdir()
+    (tmp_path / "driver" / "rows.jsonl").touch()
+    (tmp_path / "driver" / "model").mkdir()
+    monkeypatch.chdir(tmp_path / "driver")
+    given = ["data.source=rows.jsonl", "data.cache=cache", "model.path=model", "model.config=null"]
+    driver = load_config("tiny", [*given, "faults.witness=seen", "faults.step_log=~/log"])
+    monkeypatch.chdir(tmp_path)
+    worker = parse(driver.resolved())
+    assert worker == driver
+    assert worker.run.storage == f"{tmp_path}/driver/runs"
+    assert worker.data_folder == tmp_path / "driver" / "cache"
+    assert (worker.data.source, worker.model.path) == (
+        f"{tmp_path}/driver/rows.jsonl", f"{tmp_path}/driver/model"
+    )  # fmt: skip
+    assert worker.faults.witness == f"{tmp_path}/driver/seen"
+    assert worker.faults.step_log == str(Path.home() / "log")
+
+
+def test_a_name_of_the_hub_is_not_taken_for_a_path() -> None:
+    config = load_config("tiny", ["data.source=some/set", "model.path=some/model", "model.config=null"])
+    assert (config.data.source, config.model.path) == ("some/set", "some/model")
