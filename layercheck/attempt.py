@@ -15,11 +15,12 @@ from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient, He
 from layercheck.end_signals import EndSignals, listen
 from layercheck.errors import LayerCheckError
 from layercheck.layers import LayerStep
-from layercheck.manifest import DriftReport, Receipt, TrainerState
+from layercheck.manifest import DriftReport, TrainerState
 from layercheck.overlap import Overlap
 from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
 from layercheck.persistence.storage import Storage
 from layercheck.persistence.writer import ShardWriter
+from layercheck.receipt import Receipt
 from layercheck.step_report import StepReport
 from layercheck.tracking.ledger import REASON_WINDOW, Ledger, LedgerEvents
 from layercheck.tracking.notices import LOST_SLOTS, RankNotices
@@ -114,9 +115,15 @@ class Attempt:
             "inflight_bytes": self.backlog,
             "max_age": step.max_age,
             "weighted_age": step.weighted_age,
+            "lost_steps": self.ledger.unsaved.lost_steps(step.step),
+            "lost_drift": self.ledger.unsaved.lost_drift,
             "drift_ratio": max((drift[name] / k for name, k in thresholds.items() if k), default=0.0),
         }
         self._warn_if_age_dominates(step.step)
+
+    def told_by_heartbeats(self) -> dict[str, Any]:
+        """The ledger's state, as commits hold it too, with what only the journal and the metrics need."""
+        return self.ledger.to_state() | {"costs": self.costs, "unsaved": self.ledger.unsaved.to_state()}
 
     def _warn_if_age_dominates(self, step: int) -> None:
         """Says, at most every `REASON_WINDOW` steps, that the threshold decides nothing."""

@@ -5,7 +5,7 @@ Records that storage keeps are pydantic models, checked when read back; nothing 
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
 from typing import Any, Literal, Self
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from layercheck.groups import OptimizerGroup
 from layercheck.layers import LayerMap, LayerStep
+from layercheck.lost import over_all
 
 FORMAT_VERSION = 1
 Reason = Literal["drift", "age", "full", "preemption"]
@@ -260,7 +261,7 @@ class RunRecord(Record):
     """Resolved settings: `checkpoint` (LayerCheckConfig) and whatever the application adds."""
 
 
-# -------------------------------------------------------------- recovery: plan -> fetch -> install -> receipt
+# ------------------------------------------------- recovery: plan -> fetch -> install; then `receipt.Receipt`
 
 
 class LayerPlan(Record):
@@ -274,6 +275,8 @@ class LayerPlan(Record):
     lost: int = Field(ge=0)
     reason: Reason
     shards: tuple[ShardRecord, ...]
+    lost_drift: float | None = None
+    """Movement over the lost steps, see `RecoveryPlan.measure`; None if nothing is known of it."""
     fallback: bool = False
     """True when a newer live version exists but is damaged or missing."""
     trainable: bool = True
@@ -298,6 +301,7 @@ class RecoveryPlan(Record):
         resume_step: first step to run; t_fail + 1 except in the modes that roll back.
         drift: layer -> carried D_l; infinity marks a layer whose selected event never became live.
         trainer_state: the state that belongs to step resume_step - 1.
+        measure: of `lost_drift`, see `layercheck/lost.py`; empty if nothing is known.
     """
 
     mode: PlanMode
@@ -308,6 +312,7 @@ class RecoveryPlan(Record):
     trainer_state: TrainerState
     drift: dict[str, float]
     layers: tuple[LayerPlan, ...]
+    measure: str = ""
 
     @property
     def max_age(self) -> int:
@@ -325,6 +330,13 @@ class RecoveryPlan(Record):
         return self._weighted([layer.lost for layer in self._trainable])
 
     @property
+    def lost_drift(self) -> float | None:
+        """The same in weight space: movement that does not come back, in `measure`."""
+        known = [(layer.numel, layer.lost_drift) for layer in self._trainable]
+        values = [(numel, drift) for numel, drift in known if drift is not None]
+        return over_all(self.measure, values) if len(values) == len(known) else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes that all ranks together will read."""
         return sum(layer.nbytes for layer in self.layers)
@@ -334,9 +346,7 @@ class RecoveryPlan(Record):
         return [layer for layer in self.layers if layer.trainable]
 
     def _weighted(self, steps: list[int]) -> float:
-        layers = self._trainable
-        total = sum(layer.numel for layer in layers)
-        return sum(layer.numel * n for layer, n in zip(layers, steps, strict=True)) / max(total, 1)
+        return over_all("", zip((layer.numel for layer in self._trainable), steps, strict=True))
 
 
 class BadShard(Record):
@@ -347,43 +357,3 @@ class BadShard(Record):
     step: int
     attempt: int
     error: str
-
-
-RECOVERY_PHASES = ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s")
-"""The seconds in a receipt, in the order in which they pass."""
-
-
-class Receipt(Record):
-    """What one recovery did: the plan in numbers, seconds by phase, checksum results."""
-
-    attempt: int
-    mode: PlanMode
-    t_fail: int
-    t_fail_source: FailSource
-    resume_step: int
-    world_size: int
-    max_age: int
-    weighted_age: float
-    lost_steps: float
-    nbytes: int
-    layers: tuple[dict[str, Any], ...]
-    """Per layer: name, step, attempt, age, lost, reason, nbytes, fallback."""
-    bad: tuple[BadShard, ...] = ()
-    detect_s: float | None = None
-    reschedule_s: float | None = None
-    plan_s: float = 0.0
-    fetch_s: float = 0.0
-    install_s: float = 0.0
-    first_step_s: float | None = None
-    rng: str = "keyed"
-    loss_20_steps_later: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """Where training goes on, and as which attempt. `step` is the first step to run: 1 on a fresh run."""
-
-    step: int
-    trainer_state: TrainerState = field(default_factory=dict)
-    receipt: Receipt | None = None
-    attempt: int = 0

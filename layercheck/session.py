@@ -24,10 +24,11 @@ from layercheck.errors import (
 )
 from layercheck.exchange import Exchange
 from layercheck.last_save import everything, save_before_end
-from layercheck.manifest import EventId, PersistDecision, Receipt, ResumePoint, TrainerState
+from layercheck.manifest import EventId, PersistDecision, TrainerState
 from layercheck.overlap import overlap_of
 from layercheck.persistence.shard_file import RngState
 from layercheck.persistence.storage import Storage, open_run_folder, open_storage
+from layercheck.receipt import Receipt, ResumePoint
 from layercheck.recovery import rng as random_state
 from layercheck.recovery.begin import Submission, begin
 from layercheck.recovery.restore import in_words, restore
@@ -284,7 +285,7 @@ class Session:
 
     def _announce(self, opened: Attempt) -> None:
         if opened.link is not None:
-            state = {**opened.complete, "layercheck": opened.ledger.to_state() | {"costs": opened.costs}}
+            state = {**opened.complete, "layercheck": opened.told_by_heartbeats()}
             opened.link.post(state["step"], state, opened.ledger.drift)
 
     def _wait_for_commits(self, opened: Attempt, state: TrainerState) -> None:

@@ -9,9 +9,18 @@ from itertools import pairwise
 
 from layercheck.coordination.facts import StoreFacts, Version, VersionKey, by_layer, full_events
 from layercheck.coordination.lineage import ENDLESS, Lineage
+from layercheck.coordination.lost import journaled, lost_drift
 from layercheck.errors import NoPlanError
 from layercheck.layers import LayerSpec
-from layercheck.manifest import AttemptRecord, FailSource, LayerPlan, PlanMode, RecoveryPlan, TrainerState
+from layercheck.manifest import (
+    AttemptRecord,
+    FailSource,
+    LayerPlan,
+    PlanMode,
+    Progress,
+    RecoveryPlan,
+    TrainerState,
+)
 
 NO_WARMUP_STEPS = 200
 """Warm-up length of a store whose settings were not kept: the default of the configuration."""
@@ -104,8 +113,9 @@ def make_plan(
         failure = _rolled_back_from(facts, begun, failure)
     resume = _resume_at(facts, choice, failure)
     before = Lineage(begun.lineage[:-1]) if begun else lineage  # losses are those of the attempt that failed
+    beat = facts.progress.get(before.attempt)
     layers = tuple(
-        _layer_plan(spec, choice.versions[spec.name], versions[spec.name], bad, before, failure.step)
+        _layer_plan(spec, choice.versions[spec.name], versions[spec.name], bad, before, failure.step, beat)
         for spec in facts.run.layer_map.layers
     )
     _check_age(layers, "max_age", request.max_age)
@@ -120,6 +130,7 @@ def make_plan(
         trainer_state=resume.trainer_state,
         drift=carried_drift(facts, lineage, choice.versions, resume.step),
         layers=layers,
+        measure=journaled(beat).get("measure", ""),
     )
 
 
@@ -302,14 +313,17 @@ def _layer_plan(
     bad: frozenset[VersionKey],
     lineage: Lineage,
     t_fail: int,
+    beat: Progress | None,
 ) -> LayerPlan:
+    lost = lost_steps(lineage, version, t_fail) if spec.trainable else 0
     return LayerPlan(
         layer=spec.name,
         numel=spec.numel,
         step=version.event.step,
         attempt=version.event.attempt,
         age=max(0, t_fail - version.event.step),
-        lost=lost_steps(lineage, version, t_fail) if spec.trainable else 0,
+        lost=lost,
+        lost_drift=lost_drift(beat, spec.name, version.event.step, lost),
         reason=version.shards[0].reason,
         shards=tuple(version.shards),
         fallback=any(other.key in bad and other.order > version.order for other in versions),

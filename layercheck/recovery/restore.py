@@ -17,10 +17,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from layercheck import lost
 from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient
 from layercheck.errors import LayerCheckError, StorageError
-from layercheck.manifest import BadShard, LayerPlan, Receipt, RecoveryPlan
+from layercheck.manifest import BadShard, LayerPlan, RecoveryPlan
 from layercheck.persistence.storage import Storage
+from layercheck.receipt import Receipt
 from layercheck.recovery import install
 from layercheck.recovery.collectives import count_over_ranks, on_rank_zero
 from layercheck.recovery.fetch import Fetcher
@@ -151,6 +153,8 @@ def _receipt(grant: AttemptGrant, plan: RecoveryPlan, bad: tuple[BadShard, ...])
         max_age=plan.max_age,
         weighted_age=plan.weighted_age,
         lost_steps=plan.lost_steps,
+        lost_drift=plan.lost_drift,
+        measure=plan.measure,
         nbytes=plan.nbytes,
         layers=tuple(
             {
@@ -159,6 +163,7 @@ def _receipt(grant: AttemptGrant, plan: RecoveryPlan, bad: tuple[BadShard, ...])
                 "attempt": layer.attempt,
                 "age": layer.age,
                 "lost": layer.lost,
+                "lost_drift": layer.lost_drift,
                 "reason": layer.reason,
                 "nbytes": layer.nbytes,
                 "fallback": layer.fallback,
@@ -177,7 +182,8 @@ def in_words(receipt: Receipt) -> str:
     return (
         f"recovered ({receipt.mode}) after step {receipt.t_fail} (known from {receipt.t_fail_source}):"
         f" going on at step {receipt.resume_step} with layers 0 to {receipt.max_age} steps old,"
-        f" {receipt.weighted_age:.1f} on average, {receipt.lost_steps:.1f} steps of progress lost;"
+        f" {receipt.weighted_age:.1f} on average, {receipt.lost_steps:.1f} steps of progress lost,"
+        f" movement {lost.in_words(receipt.lost_drift, receipt.measure)};"
         f" {receipt.nbytes} bytes, plan {receipt.plan_s:.2f} s, fetch {receipt.fetch_s:.2f} s,"
         f" install {receipt.install_s:.2f} s; {len(receipt.bad)} bad shards, {older} layers fell back"
     )

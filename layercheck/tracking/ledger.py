@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from layercheck.config import LayerCheckConfig
 from layercheck.layers import LayerMap, LayerSpec
+from layercheck.lost import over_all
 from layercheck.manifest import DriftReport, LayerWrite, PersistDecision, RecoveryPlan
 from layercheck.tracking.budget import BudgetController
 from layercheck.tracking.calibrate import (
@@ -25,6 +26,7 @@ from layercheck.tracking.calibrate import (
 )
 from layercheck.tracking.policy import LayerFacts, PolicyFacts, threshold
 from layercheck.tracking.still import StillLayers
+from layercheck.tracking.unsaved import Unsaved
 from layercheck.tracking.versions import LayerState, Versions, first_staggers
 
 _FIRST_MARGIN = 5
@@ -70,6 +72,7 @@ class Ledger:
     lag: int
     meter: RateMeter
     versions: Versions
+    unsaved: Unsaved
     lr: float = 0.0
     k0: float | None = None
     lr_ref: float | None = None
@@ -93,7 +96,9 @@ class Ledger:
         """The ledger of a run that begins: no version of anything."""
         check_patterns(layer_map.trainable, config)
         versions = Versions({layer.name: LayerState() for layer in layer_map.layers})
-        ledger = cls(layer_map, config, initial_lr, lag, RateMeter(measure_name(config)), versions)
+        measure = measure_name(config)
+        unsaved = Unsaved.since(0, layer_map, measure)
+        ledger = cls(layer_map, config, initial_lr, lag, RateMeter(measure), versions, unsaved)
         if config.overhead_budget is not None:
             ledger.budget = BudgetController(config.overhead_budget)
         return ledger
@@ -121,6 +126,7 @@ class Ledger:
             if config.drift.kind == "displacement":
                 layer.drift = 0.0  # the reference is gone: distance counts from the recovered weights
         ledger._observed_step = ledger._event_step = ledger.began = plan.resume_step - 1
+        ledger.unsaved = Unsaved.since(ledger.began, layer_map, ledger.unsaved.measure)
         ledger._restore(plan.trainer_state.get("layercheck", {}), plan)
         return ledger
 
@@ -177,8 +183,10 @@ class Ledger:
         self.lr = report.lr
         lost = tuple(step for step in sorted(report.lost_steps) if self.versions.lose(step))
         committed = tuple(step for step in self.versions.in_flight if step <= report.committed_step)
+        for step in lost:
+            self.unsaved.lose(step)
         for step in committed:
-            self.versions.commit(step)
+            self._commit(step)
             self._delays.append(max(0, report.step - step))
         if report.demoted is not None:
             self.versions.demote(report.demoted.layer, report.demoted.step)
@@ -187,6 +195,7 @@ class Ledger:
             self._observed_step = report.step
             still = self.still.observe(report.delta, report.lr)
             self._add_drift(report)
+            self.unsaved.observe(report)
             self._adapt_to_failures(report.step)
             self._adapt_to_budget(report)
         return LedgerEvents(committed, lost, still)
@@ -219,7 +228,7 @@ class Ledger:
         assert self._event_step != decision.step, f"two events at step {decision.step}"
         self._event_step = decision.step
         full = any(write.reason == "full" for write in decision.writes)
-        self.versions.take(decision.step, [write.layer for write in decision.writes], full)
+        self._take(decision.step, [write.layer for write in decision.writes], full)
         if full:
             self._stagger()
         else:
@@ -228,17 +237,17 @@ class Ledger:
     def saved_now(self, step: int) -> None:
         """A full event of this step, outside the policy's schedule, is committed (I10)."""
         for earlier in self.versions.in_flight:
-            self.versions.commit(earlier)
-        self.versions.take(step, self.full_set, full=True)
-        self.versions.commit(step)
+            self._commit(earlier)
+        self._take(step, self.full_set, full=True)
+        self._commit(step)
         self._event_step = step
         self._stagger()
 
     def saved_parts(self, parts: Iterable[PersistDecision]) -> None:
         """Parts of a last save, outside the policy's schedule, are committed (preemption)."""
         for part in parts:
-            self.versions.take(part.step, [write.layer for write in part.writes], full=False)
-            self.versions.commit(part.step)
+            self._take(part.step, [write.layer for write in part.writes], full=False)
+            self._commit(part.step)
 
     # ---------------------------------------------------------------------------------------------- readings
 
@@ -274,9 +283,8 @@ class Ledger:
 
     def weighted_age(self, step: int) -> float:
         """sum(n_l * age_l) / sum(n_l) against committed versions (paper 3.3)."""
-        ages, layers = self.ages(step), self.layer_map.trainable
-        total = sum(layer.numel for layer in layers)
-        return sum(layer.numel * ages[layer.name] for layer in layers) / max(total, 1)
+        ages = self.ages(step)
+        return over_all("", ((layer.numel, ages[layer.name]) for layer in self.layer_map.trainable))
 
     @property
     def age_dominates(self) -> bool:
@@ -287,6 +295,15 @@ class Ledger:
         return 2 * sum(by_age for _, by_age in self._reasons) > len(self._reasons)
 
     # ---------------------------------------------------------------------------------------------- internal
+
+    def _take(self, step: int, names: Iterable[str], full: bool) -> None:
+        names = tuple(names)
+        self.versions.take(step, names, full)
+        self.unsaved.take(step, names)
+
+    def _commit(self, step: int) -> None:
+        self.versions.commit(step)
+        self.unsaved.commit(step)
 
     def _stagger(self) -> None:
         for name, stagger in first_staggers(self.layer_map).items():
