@@ -17,6 +17,8 @@ from layercheck.errors import LayerCheckError
 from layercheck.layers import LayerStep
 from layercheck.manifest import DriftReport, TrainerState
 from layercheck.overlap import Overlap
+from layercheck.persistence.bases import BaseCopies
+from layercheck.persistence.quantise import Code
 from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
 from layercheck.persistence.storage import Storage
 from layercheck.persistence.writer import ShardWriter
@@ -226,6 +228,7 @@ def start_attempt(
     grant: AttemptGrant,
     receipt: Receipt | None,
     overlap: Overlap,
+    bases: BaseCopies | None = None,
 ) -> Attempt:
     """Starts the threads and books of an attempt that was granted and, if it has a plan, restored."""
     pool = StagingPool(config.staging_bytes or _staging_bytes(zero3), pin=zero3.on_accelerator)
@@ -236,9 +239,13 @@ def start_attempt(
         zero3.world_size,
         retries=config.write_retries,
         timeout_s=config.storage_wait_s,
+        bases=bases,
     )
+    code = Code(config.residual.bits, config.residual.block) if bases is not None else None
+    if bases is not None:
+        log.info("%d bytes of host memory on this rank are for residuals", _base_bytes(zero3, bases))
     leads = zero3.rank == 0
-    metrics = (config.metrics_flush_s, zero3.layer_map, zero3.layer_nbytes)
+    metrics = (config.metrics_flush_s, zero3.layer_map, zero3.layer_nbytes, config.residual)
     return Attempt(
         number=grant.attempt,
         ledger=(
@@ -246,7 +253,7 @@ def start_attempt(
             if grant.plan is None
             else Ledger.resumed(zero3.layer_map, config, grant.plan, zero3.initial_lr, overlap.lag)
         ),
-        taker=SnapshotTaker(zero3, pool, config.storage_wait_s, overlap.copier),
+        taker=SnapshotTaker(zero3, pool, config.storage_wait_s, overlap.copier, code),
         writer=writer,
         link=HeartbeatLink(coordinator, grant.attempt) if leads else None,
         run_log=RunLog(run_folder, grant.attempt, *metrics) if leads else None,
@@ -261,3 +268,9 @@ def _staging_bytes(zero3: Zero3Engine) -> int:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", zero3.world_size))
     share = psutil.virtual_memory().available // 4 // ranks_here
     return min(zero3.nbytes, share)
+
+
+def _base_bytes(zero3: Zero3Engine, bases: BaseCopies) -> int:
+    """What this rank's copies of the newest versions' weights take, all of them together."""
+    covered = (group for group in zero3.sub_groups if bases.covers(group.layer))
+    return sum(4 * length for group in covered for _, length in group.segments)

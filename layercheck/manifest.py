@@ -17,7 +17,8 @@ from layercheck.layers import LayerMap, LayerStep
 from layercheck.lost import over_all
 
 FORMAT_VERSION = 1
-Reason = Literal["drift", "age", "full", "preemption"]
+Reason = Literal["drift", "age", "full", "preemption", "residual"]
+SaveKind = Literal["version", "residual"]
 ENDED_WELL = ("completed", "fenced", "preempted")  # ends of an attempt that are no failure
 TrainerState = dict[str, Any]
 """JSON values only; always has `step` (int, the optimizer step after which it was taken)."""
@@ -74,27 +75,6 @@ class DriftReport:
         return not self.errors and all(map(isfinite, self.delta.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWrite:
-    """One chosen layer and why. `age` counts steps from its newest version, committed or in flight."""
-
-    layer: str
-    reason: Reason
-    drift: float
-    threshold: float
-    age: int
-
-
-@dataclass(frozen=True, slots=True)
-class PersistDecision:
-    """What to save after one step; empty `writes` means nothing. Identical on every rank (I3)."""
-
-    step: int
-    writes: tuple[LayerWrite, ...] = ()
-    must_wait: bool = False
-    """True when a layer reached s_max against committed versions: block until the storage catches up (I1)."""
-
-
 class EventId(Record):
     """One event: versions taken at one step by one attempt; `part` counts further events of the same step."""
 
@@ -132,7 +112,7 @@ class ShardRecord(Record):
 
     `begin` and `end` are the byte range of the layer's tensors inside `file` (a path below the `layercheck`
     folder); `xxh3_128` is the hex digest of exactly these bytes (the file's header has a digest of its own).
-    A rank that owns no element of the layer has an empty range.
+    A rank that owns no element of the layer has an empty range. A residual names the version that it adds to.
     """
 
     layer: str
@@ -151,6 +131,9 @@ class ShardRecord(Record):
     reason: Reason
     snapshot_s: float
     write_s: float
+    kind: SaveKind = "version"
+    base_step: int = Field(-1, ge=-1)
+    base_attempt: int = Field(0, ge=0)
 
     @property
     def nbytes(self) -> int:
@@ -234,6 +217,14 @@ class Commit(Record):
         return {layer: tuple(rows) for layer, rows in layers.items()}
 
     @cached_property
+    def bases(self) -> dict[str, tuple[int, int]]:
+        """Layer of a residual -> (step, attempt) of the version that it adds to."""
+        first = {layer: rows[0] for layer, rows in self.by_layer.items()}
+        return {
+            layer: (row.base_step, row.base_attempt) for layer, row in first.items() if row.kind == "residual"
+        }
+
+    @cached_property
     def whole_layers(self) -> tuple[str, ...]:
         """Layers of which the rows of all ranks are here."""
         ranks = list(range(self.records[0].world_size)) if self.records else []
@@ -264,8 +255,20 @@ class RunRecord(Record):
 # ------------------------------------------------- recovery: plan -> fetch -> install; then `receipt.Receipt`
 
 
+class ResidualPlan(Record):
+    """The residual that recovery will add to a version of its layer."""
+
+    step: int = Field(ge=1)
+    attempt: int = Field(ge=1)
+    shards: tuple[ShardRecord, ...]
+
+
 class LayerPlan(Record):
-    """The version of one layer that recovery will load. `lost` is lost steps, `age` is t_fail - step."""
+    """The version of one layer that recovery will load. `lost` is lost steps, `age` is t_fail - step.
+
+    With a residual the weights are those of its step, and `lost` counts from there; the moments stay those of
+    the version, whose age is `age`.
+    """
 
     layer: str
     numel: int = Field(ge=0)
@@ -278,14 +281,25 @@ class LayerPlan(Record):
     lost_drift: float | None = None
     """Movement over the lost steps, see `RecoveryPlan.measure`; None if nothing is known of it."""
     fallback: bool = False
-    """True when a newer live version exists but is damaged or missing."""
+    """True when a newer live version or residual exists but is damaged or missing."""
     trainable: bool = True
     """A frozen layer never moves: its age is true but says nothing, so no figure of the plan counts it."""
+    residual: ResidualPlan | None = None
+
+    @property
+    def all_shards(self) -> tuple[ShardRecord, ...]:
+        """Those of the version, then those of the residual."""
+        return self.shards + (self.residual.shards if self.residual else ())
+
+    @property
+    def events(self) -> tuple[EventId, ...]:
+        """That of the version, then that of the residual."""
+        return tuple(dict.fromkeys(shard.event for shard in self.all_shards))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole version, all ranks."""
-        return sum(shard.nbytes for shard in self.shards)
+        """Bytes of the whole version and its residual, all ranks."""
+        return sum(shard.nbytes for shard in self.all_shards)
 
 
 PlanMode = Literal["composite", "uniform", "strict", "warmup_rollback"]

@@ -29,8 +29,8 @@ class Receipt(Record):
     measure: str = ""
     nbytes: int
     layers: tuple[dict[str, Any], ...]
-    """Per layer: name, step, attempt, age, lost, lost_drift, reason, nbytes,
-    fallback."""
+    """Per layer: name, step, attempt, age (of its moments), residual (step of its weights where they are
+    newer, else None), lost, lost_drift, reason, nbytes, fallback."""
     bad: tuple[BadShard, ...] = ()
     detect_s: float | None = None
     reschedule_s: float | None = None

@@ -101,10 +101,11 @@ def _value(made: RecoveryPlan) -> dict[str, Any]:
                 "step": layer.step,
                 "attempt": layer.attempt,
                 "age": layer.age,
+                "residual": layer.residual.step if layer.residual else None,
                 "lost": layer.lost,
                 "lost_drift": layer.lost_drift,
                 "nbytes": layer.nbytes,
-                "files": sorted({shard.file for shard in layer.shards}),
+                "files": sorted({shard.file for shard in layer.all_shards}),
                 "fallback": layer.fallback,
             }
             for layer in made.layers
@@ -126,6 +127,7 @@ def _text(facts: StoreFacts, made: RecoveryPlan) -> str:
             str(layer.step),
             str(layer.attempt),
             str(layer.age),
+            str(layer.residual.step) if layer.residual else "-",
             str(layer.lost),
             number(layer.lost_drift),
             size(layer.nbytes),
@@ -137,5 +139,7 @@ def _text(facts: StoreFacts, made: RecoveryPlan) -> str:
     return (
         head
         + "\n"
-        + table(("layer", "step", "attempt", "age", "lost", "lost drift", "size", "reason", ""), rows)
+        + table(
+            ("layer", "step", "attempt", "age", "residual", "lost", "lost drift", "size", "reason", ""), rows
+        )
     )

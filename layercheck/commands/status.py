@@ -60,13 +60,26 @@ def _headline(facts: StoreFacts, value: dict[str, Any], fresh: bool) -> str:
 
 
 def _layers(value: dict[str, Any]) -> str:
-    header = ("layer", "step", "attempt", "age", "lost", "lost drift", "size", "drift", "threshold", "reason")
+    header = (
+        "layer",
+        "step",
+        "attempt",
+        "age",
+        "residual",
+        "lost",
+        "lost drift",
+        "size",
+        "drift",
+        "threshold",
+        "reason",
+    )
     rows = [
         (
             row["name"],
             str(row["step"]),
             str(row["attempt"]),
             str(row["age"]),
+            "-" if row["residual"] is None else str(row["residual"]),
             number(row["lost"]),
             number(row["lost_drift"]),
             size(row["nbytes"]),

@@ -1,9 +1,9 @@
 """What of a layer's movement comes back with no save, from what the failed attempt journaled. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from layercheck.manifest import Progress
+from layercheck.manifest import Progress, TrainerState
 
 
 def journaled(progress: Progress | None) -> Mapping[str, Any]:
@@ -11,6 +11,14 @@ def journaled(progress: Progress | None) -> Mapping[str, Any]:
     state = progress.trainer_state.get("layercheck") if progress else None
     found: Mapping[str, Any] = (state or {}).get("unsaved") or {}
     return found
+
+
+def steps_on_their_way(trainer_state: TrainerState) -> Iterator[int]:
+    """Steps of the events that a heartbeat's ranks have taken: newest versions, and whatever is in flight."""
+    state = trainer_state.get("layercheck") or {}
+    yield from state.get("selected", {}).values()
+    for layer in (state.get("unsaved") or {}).get("layers", {}).values():
+        yield from map(int, layer["pending"])
 
 
 def lost_drift(progress: Progress | None, layer: str, saved: int, lost: int) -> float | None:

@@ -59,15 +59,16 @@ def _layers(facts: StoreFacts, plan: RecoveryPlan | None) -> list[dict[str, Any]
         version = next((v for v in all_of if v.key not in facts.bad_versions), None)
         if version is None:
             continue
-        first = version.shards[0]
+        first, layer = version.shards[0], planned.get(name)
         rows.append(
             {
                 "name": name,
                 "step": version.event.step,
                 "attempt": version.event.attempt,
                 "age": max(0, step - version.event.step),
-                "lost": planned[name].lost if plan else None,
-                "lost_drift": planned[name].lost_drift if plan else None,
+                "residual": layer.residual.step if layer and layer.residual else None,
+                "lost": layer.lost if layer else None,
+                "lost_drift": layer.lost_drift if layer else None,
                 "nbytes": version.nbytes,
                 "drift": plan.drift.get(name, 0.0) if plan else None,
                 "threshold": first.threshold,

@@ -51,12 +51,24 @@ def _bad(receipt: dict[str, Any]) -> str:
 
 
 def _layers(receipt: dict[str, Any]) -> str:
-    header = ("layer", "version of step", "attempt", "age", "lost", "lost drift", "size", "reason", "")
+    header = (
+        "layer",
+        "version of step",
+        "attempt",
+        "age",
+        "lost",
+        "lost drift",
+        "residual of step",
+        "size",
+        "reason",
+        "",
+    )
     rows = [
         [
             str(layer["name"]),
             *(str(layer[key]) for key in ("step", "attempt", "age", "lost")),
             number(layer.get("lost_drift")),
+            "-" if layer.get("residual") is None else str(layer["residual"]),
             size(layer["nbytes"]),
             str(layer["reason"]),
             "an older version: the newest was damaged" if layer["fallback"] else "",
@@ -64,4 +76,4 @@ def _layers(receipt: dict[str, Any]) -> str:
         for layer in receipt.get("layers") or ()
     ]
     title = f"Versions that attempt {receipt.get('attempt')} loaded"
-    return html_table(title, header, rows, text=(7, 8))
+    return html_table(title, header, rows, text=(8, 9))

@@ -11,9 +11,10 @@ from math import ceil, inf, isfinite
 from typing import Any, Self
 
 from layercheck.config import LayerCheckConfig
+from layercheck.decision import LayerWrite, PersistDecision
 from layercheck.layers import LayerMap, LayerSpec
 from layercheck.lost import over_all
-from layercheck.manifest import DriftReport, LayerWrite, PersistDecision, RecoveryPlan
+from layercheck.manifest import DriftReport, RecoveryPlan
 from layercheck.tracking.budget import BudgetController
 from layercheck.tracking.calibrate import (
     RateMeter,
@@ -27,7 +28,7 @@ from layercheck.tracking.calibrate import (
 from layercheck.tracking.policy import LayerFacts, PolicyFacts, threshold
 from layercheck.tracking.still import StillLayers
 from layercheck.tracking.unsaved import Unsaved
-from layercheck.tracking.versions import LayerState, Versions, first_staggers
+from layercheck.tracking.versions import LayerState, Versions, first_staggers, live_full
 
 _FIRST_MARGIN = 5
 _DELAYS_KEPT = 20
@@ -97,7 +98,8 @@ class Ledger:
         check_patterns(layer_map.trainable, config)
         versions = Versions({layer.name: LayerState() for layer in layer_map.layers})
         measure = measure_name(config)
-        unsaved = Unsaved.since(0, layer_map, measure)
+        # From a residual on no distance is measured.
+        unsaved = Unsaved.since(0, layer_map, config.drift.norm if config.residual.enabled else measure)
         ledger = cls(layer_map, config, initial_lr, lag, RateMeter(measure), versions, unsaved)
         if config.overhead_budget is not None:
             ledger.budget = BudgetController(config.overhead_budget)
@@ -127,6 +129,9 @@ class Ledger:
                 layer.drift = 0.0  # the reference is gone: distance counts from the recovered weights
         ledger._observed_step = ledger._event_step = ledger.began = plan.resume_step - 1
         ledger.unsaved = Unsaved.since(ledger.began, layer_map, ledger.unsaved.measure)
+        for version in plan.layers:
+            if version.trainable:
+                ledger.unsaved.layers[version.layer].base = (version.step, version.attempt)
         ledger._restore(plan.trainer_state.get("layercheck", {}), plan)
         return ledger
 
@@ -142,7 +147,7 @@ class Ledger:
         for name in state.get("overdue", ()):
             # A second failure came before this layer was selected again: the journaled D says nothing of it.
             self.versions.layers[name].overdue = True
-        newest_full = _live_full(plan, self._names, int(state.get("newest_full", -1)))
+        newest_full = live_full(plan, self._names, int(state.get("newest_full", -1)))
         self.versions.newest_full = self.versions.committed_full = newest_full
         self._calibrate(self.began)
         gap = max(1, plan.t_fail - int(state.get("began", 0)))
@@ -188,8 +193,9 @@ class Ledger:
         for step in committed:
             self._commit(step)
             self._delays.append(max(0, report.step - step))
-        if report.demoted is not None:
-            self.versions.demote(report.demoted.layer, report.demoted.step)
+        rotten = report.demoted
+        if rotten is not None and self.versions.demote(rotten.layer, rotten.step):
+            self.unsaved.drop_base(rotten.layer)
         still: tuple[str, ...] = ()
         if report.step > self._observed_step:
             self._observed_step = report.step
@@ -228,11 +234,12 @@ class Ledger:
         assert self._event_step != decision.step, f"two events at step {decision.step}"
         self._event_step = decision.step
         full = any(write.reason == "full" for write in decision.writes)
-        self._take(decision.step, [write.layer for write in decision.writes], full)
+        self._take(decision.step, [write.layer for write in decision.versions], full)
+        self.unsaved.take_residuals(decision.step, [write.layer for write in decision.residuals])
         if full:
             self._stagger()
         else:
-            self._count_reasons(decision.step, decision.writes)
+            self._count_reasons(decision.step, decision.versions)
 
     def saved_now(self, step: int) -> None:
         """A full event of this step, outside the policy's schedule, is committed (I10)."""
@@ -334,6 +341,7 @@ class Ledger:
             in_flight=spec.name in in_flight,
             overdue=layer.overdue,
             stagger=layer.stagger,
+            residual=self.unsaved.residual_of(spec.name),
         )
 
     def _add_drift(self, report: DriftReport) -> None:
@@ -384,15 +392,3 @@ class Ledger:
         self._reasons.extend((step, write.reason == "age") for write in writes)
         while self._reasons and self._reasons[0][0] <= step - REASON_WINDOW:
             self._reasons.popleft()
-
-
-def _live_full(plan: RecoveryPlan, trainable: tuple[str, ...], announced: int) -> int:
-    """Step of the newest full event that is surely live after a recovery, -1 for none.
-
-    A live full event leaves no trainable layer with an older version. If some layer is older, the full event
-    was lost (or is damaged), and the policy owes a new one at once.
-    """
-    versions = [version for version in plan.layers if version.layer in trainable]
-    oldest = min((version.step for version in versions), default=-1)
-    steps = [version.step for version in versions if version.reason == "full"]
-    return max((step for step in (*steps, announced) if step <= oldest), default=-1)

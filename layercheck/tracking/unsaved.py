@@ -14,6 +14,9 @@ from typing import Any, Self
 from layercheck.layers import LayerMap
 from layercheck.lost import over_all
 from layercheck.manifest import DriftReport
+from layercheck.tracking.policy import ResidualFacts
+
+Base = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -25,12 +28,17 @@ class LayerUnsaved:
         since: step of the newest save, committed or in flight, or that with which the attempt began.
         committed: the same of the committed ones.
         pending: step of a save in flight -> the movement that is lost with it.
+        base: (step, attempt) of the version whose weights the ranks keep for residuals, attempt 0 for this
+            one; None where that version is lost or damaged.
+        is_path: the newest save is a residual, from which no distance is measured.
     """
 
     moved: float = 0.0
     since: int = 0
     committed: int = 0
     pending: dict[int, float] = field(default_factory=dict)
+    base: Base | None = None
+    is_path: bool = False
 
     @property
     def lost(self) -> float:
@@ -59,16 +67,27 @@ class Unsaved:
             if report.step <= layer.since:
                 if layer.since in layer.pending:
                     layer.pending[layer.since] += moved
-            elif report.displacement is not None:
+            elif report.displacement is not None and not layer.is_path:
                 layer.moved = report.displacement.get(name, 0.0)
             else:
                 layer.moved += moved
 
     def take(self, step: int, names: Iterable[str]) -> None:
-        """A save of these layers is on its way."""
-        for layer in (self.layers[name] for name in names if name in self.layers):
+        """A version of these layers is on its way."""
+        for layer in self._taken(step, names):
+            layer.base, layer.is_path = (step, 0), False
+
+    def take_residuals(self, step: int, names: Iterable[str]) -> None:
+        """A residual of these layers is on its way."""
+        for layer in self._taken(step, names):
+            layer.is_path = True
+
+    def _taken(self, step: int, names: Iterable[str]) -> list[LayerUnsaved]:
+        taken = [self.layers[name] for name in names if name in self.layers]
+        for layer in taken:
             layer.pending[step] = layer.pending.get(step, 0.0) + layer.moved
             layer.moved, layer.since = 0.0, step
+        return taken
 
     def commit(self, step: int) -> None:
         """The saves of this step exist: what they and older ones hold is safe."""
@@ -83,12 +102,26 @@ class Unsaved:
             moved = layer.pending.pop(step, None)
             if moved is None:
                 continue
+            if layer.base == (step, 0):
+                layer.base = None
             newer = [other for other in layer.pending if other > step]
             if newer:
                 layer.pending[min(newer)] += moved
             else:
                 layer.moved += moved
                 layer.since = max(layer.pending, default=layer.committed)
+
+    def drop_base(self, name: str) -> None:
+        """The newest version of a layer has rotted: nothing can be added to it."""
+        if name in self.layers:
+            self.layers[name].base = None
+
+    def residual_of(self, name: str) -> ResidualFacts | None:
+        """What the policy may know of a layer that can have a residual now: nothing of it is in flight."""
+        layer = self.layers[name]
+        if layer.base is None or layer.pending:
+            return None
+        return ResidualFacts(layer.base, layer.moved, is_first=layer.since == layer.base[0])
 
     def lost_steps(self, step: int) -> float:
         """sum(n_l * lost_l) / sum(n_l), in steps, if the run failed after `step`."""

@@ -56,7 +56,8 @@ def test_status_has_the_keys_of_the_contract_from_either_folder(
         "lost_drift", "measure", "recoverable", "read_bytes",
     ]  # fmt: skip
     assert list(value["layers"][0]) == [
-        "name", "step", "attempt", "age", "lost", "lost_drift", "nbytes", "drift", "threshold", "reason",
+        "name", "step", "attempt", "age", "residual", "lost", "lost_drift", "nbytes", "drift", "threshold",
+        "reason",
     ]  # fmt: skip
     assert (value["run"], value["attempt"], value["step"], value["world_size"]) == ("r1", 1, 14, 2)
     assert {layer["name"]: layer["step"] for layer in value["layers"]} == NEWEST
@@ -121,7 +122,7 @@ def test_plan_has_the_keys_of_the_contract(run: RealRun, capsys: pytest.CaptureF
         "lost_steps", "lost_drift", "measure", "nbytes", "layers",
     ]  # fmt: skip
     assert list(value["layers"][0]) == [
-        "name", "step", "attempt", "age", "lost", "lost_drift", "nbytes", "files", "fallback",
+        "name", "step", "attempt", "age", "residual", "lost", "lost_drift", "nbytes", "files", "fallback",
     ]  # fmt: skip
     assert (value["mode"], value["t_fail"], value["t_fail_source"]) == ("composite", 14, "journal")
     assert value["resume_step"] == 15
