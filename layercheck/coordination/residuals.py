@@ -37,8 +37,8 @@ def has_newer_bad(
     version: Version, residuals: Mapping[BaseKey, list[Version]], bad: frozenset[VersionKey]
 ) -> bool:
     """True if a damaged residual of it is newer than all good ones."""
-    of_version = residuals.get(version.key, ())
-    return bool(of_version) and of_version[0].key in bad
+    of_version = next(iter(residuals.get(version.key, ())), None)
+    return of_version is not None and of_version.key in bad
 
 
 def planned(residual: Version | None) -> ResidualPlan | None:

@@ -15,7 +15,6 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.int8] | npt.NDArray[np.uint8]
 Scales = npt.NDArray[np.uint16]
-SCALE_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)

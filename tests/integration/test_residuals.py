@@ -1,5 +1,6 @@
 """Residuals end to end: two ranks die, and weights come back as version plus residual, bit by bit."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,17 @@ from tests.harness import run_ranks
 from tests.integration.ranks import CONFIG, KILL_AT, STEPS, note_state, open_session, train
 
 ON = {"enabled": True, "k_ratio": 0.2, "exclude": ["norm"]}
+COMMITTED_S = 0.2
+"""Pause after each step: a layer that has anything in flight gets no residual."""
 SETTINGS: dict[str, Any] = {"residual": ON, "target_interval": 8, "s_max": 30}
 
 
 def _train_and_die(storage: str, shadow: str, settings: dict[str, Any], late: bool = False) -> None:
-    train(
-        storage,
-        STEPS,
-        kill_at=KILL_AT,
-        settings=settings,
-        late=late,
-        each_step=lambda session, step: note_state(shadow, session, step),
-    )
+    def each_step(session: Any, step: int) -> None:
+        note_state(shadow, session, step)
+        time.sleep(COMMITTED_S)
+
+    train(storage, STEPS, kill_at=KILL_AT, settings=settings, late=late, each_step=each_step)
 
 
 def _resume(storage: str, settings: dict[str, Any], until: int = 0) -> dict[str, Any]:
@@ -44,6 +44,7 @@ def _resume(storage: str, settings: dict[str, Any], until: int = 0) -> dict[str,
     }
     for step in range(point.step, until + 1):
         session.after_step(step, {"loss": micro.train_step(engine, step)})
+        time.sleep(COMMITTED_S)
     kept = session._bases.nbytes if session._bases is not None else 0
     session.close("failed")
     return {"receipt": point.receipt.model_dump(), "state": state, "kept": kept}
@@ -73,10 +74,16 @@ def _assert_restored(results: list[dict[str, Any]], shadow: Path, code: Code) ->
 
 
 def _assert_bounded(results: list[dict[str, Any]], shadow: Path) -> None:
-    """`lost_drift` is no less than what the layer moved between its newest save and the failure."""
+    """`lost_drift` is no less than what the layer moved between its newest save and the failure.
+
+    It is None where the journal does not reach beyond that save: at most for the last step or two.
+    """
     receipt = results[0]["receipt"]
     assert receipt["measure"] == "mean_abs"
-    for layer in receipt["layers"]:
+    known = [layer for layer in receipt["layers"] if layer["lost_drift"] is not None]
+    assert all(layer["lost"] <= 2 for layer in receipt["layers"] if layer not in known)
+    assert len(known) >= 2
+    for layer in known:
         names = [
             n for n, (of, *_) in results[0]["state"].items() if n.endswith("/fp32") and of == layer["name"]
         ]
