@@ -23,7 +23,8 @@ from app.step import Job, mean_over_ranks, one_step
 from app.train_result import TrainResult
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import FencedError, NoPlanError
-from layercheck.manifest import ResumePoint, TrainerState
+from layercheck.manifest import TrainerState
+from layercheck.receipt import ResumePoint
 
 log = logging.getLogger("app")
 Reporter = Callable[[dict[str, Any]], None]

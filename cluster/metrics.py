@@ -14,7 +14,8 @@ from ray.util.metrics import Counter, Gauge
 
 from cluster.pace import Pace
 from layercheck.coordination.protocol import HeartbeatReply
-from layercheck.manifest import RECOVERY_PHASES, EventId
+from layercheck.manifest import EventId
+from layercheck.receipt import RECOVERY_PHASES
 
 GAUGES = {
     "attempt": "Number of the attempt that trains",
@@ -22,6 +23,8 @@ GAUGES = {
     "committed_step": "Step of the newest commit of this attempt, -1 for none",
     "max_age": "Steps since the newest committed version of the oldest layer",
     "weighted_age": "Mean of these steps over the layers, weighted by size",
+    "lost_steps": "Steps that a failure now would lose, weighted by layer size",
+    "lost_drift": "Movement that a failure now would lose, in the drift's norm",
     "drift_ratio": "Largest D/K after the decision of a step; above 1 a due layer was put off",
     "inflight_bytes": "Bytes that the slowest rank still has to write",
     "s_max": "Steps that no layer may be older than",
@@ -35,10 +38,13 @@ COUNTERS = {
     "stall_seconds": "Seconds that training waited for saves",
     "recoveries": "Recoveries whose receipt came",
     "recovery_seconds": "Seconds of recoveries, by phase",
+    "recovery_lost_steps": "Steps lost at recoveries, weighted by layer size",
+    "recovery_lost_drift": "Movement lost at recoveries, in the drift's norm",
 }
 PHASES = tuple(phase.removesuffix("_s") for phase in RECOVERY_PHASES)
 """Values of the tag `phase` of `recovery_seconds`."""
 PREFIX = "layercheck_"
+_COSTS = ("max_age", "weighted_age", "lost_steps", "lost_drift", "drift_ratio", "inflight_bytes")
 
 
 class Metrics:
@@ -115,6 +121,8 @@ class Metrics:
         if (attempt, "") not in self._told:
             self._told.add((attempt, ""))
             self._count("recoveries", 1)
+            for key in ("lost_steps", "lost_drift"):
+                self._count(f"recovery_{key}", receipt.get(key) or 0.0)
         for phase in PHASES:
             seconds = receipt.get(f"{phase}_s")
             if seconds is not None and (attempt, phase) not in self._told:
@@ -136,7 +144,7 @@ class Metrics:
         self._set("attempt", attempt)
 
     def _costs(self, costs: dict[str, float]) -> None:
-        for key in ("max_age", "weighted_age", "drift_ratio", "inflight_bytes"):
+        for key in _COSTS:
             if key in costs and math.isfinite(costs[key]):
                 self._set(key, costs[key])
         stall_s = costs.get("stall_s", 0.0)

@@ -6,8 +6,9 @@ from typing import Any
 
 from layercheck.coordination import journal
 from layercheck.errors import LayerCheckError
-from layercheck.manifest import RECOVERY_PHASES, Receipt
+from layercheck.lost import in_words
 from layercheck.persistence.storage import open_storage
+from layercheck.receipt import RECOVERY_PHASES, Receipt
 
 
 def read_summary(run: Path) -> dict[str, Any]:
@@ -43,7 +44,8 @@ def show_receipt(receipt: Receipt) -> str:
             + ("  (older than announced: the newest was damaged)" if layer["fallback"] else "")
             for layer in receipt.layers
         ),
-        f"  lost steps {receipt.lost_steps:.2f} (size-weighted), age {receipt.weighted_age:.2f} "
+        f"  lost steps {receipt.lost_steps:.2f} (size-weighted), movement "
+        f"{in_words(receipt.lost_drift, receipt.measure)}, age {receipt.weighted_age:.2f} "
         f"(size-weighted), {receipt.max_age} (oldest)",
         f"  read {_megabytes(receipt.nbytes)}, {len(receipt.bad)} bad shards",
         "  " + ", ".join(f"{name[:-2]} {s:.2f} s" for name, s in phases.items() if s is not None),

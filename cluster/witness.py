@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from xxhash import xxh3_128
 
-from layercheck.manifest import ResumePoint
+from layercheck.receipt import ResumePoint
 
 Hashes = dict[str, str]
 """Layer -> hash of one rank's part."""

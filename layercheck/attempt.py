@@ -15,11 +15,14 @@ from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient, He
 from layercheck.end_signals import EndSignals, listen
 from layercheck.errors import LayerCheckError
 from layercheck.layers import LayerStep
-from layercheck.manifest import DriftReport, Receipt, TrainerState
+from layercheck.manifest import DriftReport, TrainerState
 from layercheck.overlap import Overlap
+from layercheck.persistence.bases import BaseCopies
+from layercheck.persistence.quantise import Code
 from layercheck.persistence.snapshot import SnapshotTaker, StagingPool
 from layercheck.persistence.storage import Storage
 from layercheck.persistence.writer import ShardWriter
+from layercheck.receipt import Receipt
 from layercheck.step_report import StepReport
 from layercheck.tracking.ledger import REASON_WINDOW, Ledger, LedgerEvents
 from layercheck.tracking.notices import LOST_SLOTS, RankNotices
@@ -114,9 +117,15 @@ class Attempt:
             "inflight_bytes": self.backlog,
             "max_age": step.max_age,
             "weighted_age": step.weighted_age,
+            "lost_steps": self.ledger.unsaved.lost_steps(step.step),
+            "lost_drift": self.ledger.unsaved.lost_drift,
             "drift_ratio": max((drift[name] / k for name, k in thresholds.items() if k), default=0.0),
         }
         self._warn_if_age_dominates(step.step)
+
+    def told_by_heartbeats(self) -> dict[str, Any]:
+        """The ledger's state, as commits hold it too, with what only the journal and the metrics need."""
+        return self.ledger.to_state() | {"costs": self.costs, "unsaved": self.ledger.unsaved.to_state()}
 
     def _warn_if_age_dominates(self, step: int) -> None:
         """Says, at most every `REASON_WINDOW` steps, that the threshold decides nothing."""
@@ -219,6 +228,7 @@ def start_attempt(
     grant: AttemptGrant,
     receipt: Receipt | None,
     overlap: Overlap,
+    bases: BaseCopies | None = None,
 ) -> Attempt:
     """Starts the threads and books of an attempt that was granted and, if it has a plan, restored."""
     pool = StagingPool(config.staging_bytes or _staging_bytes(zero3), pin=zero3.on_accelerator)
@@ -229,9 +239,13 @@ def start_attempt(
         zero3.world_size,
         retries=config.write_retries,
         timeout_s=config.storage_wait_s,
+        bases=bases,
     )
+    code = Code(config.residual.bits, config.residual.block) if bases is not None else None
+    if bases is not None:
+        log.info("%d bytes of host memory on this rank are for residuals", _base_bytes(zero3, bases))
     leads = zero3.rank == 0
-    metrics = (config.metrics_flush_s, zero3.layer_map, zero3.layer_nbytes)
+    metrics = (config.metrics_flush_s, zero3.layer_map, zero3.layer_nbytes, config.residual)
     return Attempt(
         number=grant.attempt,
         ledger=(
@@ -239,7 +253,7 @@ def start_attempt(
             if grant.plan is None
             else Ledger.resumed(zero3.layer_map, config, grant.plan, zero3.initial_lr, overlap.lag)
         ),
-        taker=SnapshotTaker(zero3, pool, config.storage_wait_s, overlap.copier),
+        taker=SnapshotTaker(zero3, pool, config.storage_wait_s, overlap.copier, code),
         writer=writer,
         link=HeartbeatLink(coordinator, grant.attempt) if leads else None,
         run_log=RunLog(run_folder, grant.attempt, *metrics) if leads else None,
@@ -254,3 +268,9 @@ def _staging_bytes(zero3: Zero3Engine) -> int:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", zero3.world_size))
     share = psutil.virtual_memory().available // 4 // ranks_here
     return min(zero3.nbytes, share)
+
+
+def _base_bytes(zero3: Zero3Engine, bases: BaseCopies) -> int:
+    """What this rank's copies of the newest versions' weights take, all of them together."""
+    covered = (group for group in zero3.sub_groups if bases.covers(group.layer))
+    return sum(4 * length for group in covered for _, length in group.segments)

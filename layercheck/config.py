@@ -1,5 +1,6 @@
 """The settings of LayerCheck: one frozen, checked value. Unknown keys and contradictions are errors."""
 
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -22,12 +23,44 @@ class DriftConfig(BaseModel):
     """`auto`: exact on an accelerator and for small layers, sampled elsewhere (see `tracking/sample.py`)."""
 
 
+class ResidualConfig(BaseModel):
+    """Small saves between two versions of a layer: how far its weights are from the version, quantised."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = False
+    """Each rank then keeps one more fp32 copy of its weights in host memory, those of the newest versions."""
+    bits: Literal[4, 8] = 8
+    """Bits of a value. A version of Adam holds 96 bits a parameter."""
+    block: Literal[64, 128] = 64
+    """Values that share a scale, which takes 16 bits."""
+    k_ratio: float = Field(0.1, gt=0, lt=1)
+    """A residual is due when a layer moved by this part of K since its newest version or residual."""
+    exclude: tuple[str, ...] = ()
+    """Name patterns of layers without residuals, which need no copy either: `["embed_tokens", "*norm"]`."""
+
+    @property
+    def share(self) -> float:
+        """Bytes of a residual / bytes of a version with Adam's moments."""
+        return (self.bits + 16 / self.block) / 96
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a residual of `numel` values, up to a block on each rank."""
+        return round(12 * numel * self.share)
+
+    def covers(self, layer: str) -> bool:
+        """True if this layer gets residuals."""
+        return self.enabled and not any(fnmatchcase(layer, pattern) for pattern in self.exclude)
+
+
 class LayerCheckConfig(BaseModel):
     """All settings of a session. Steps are optimizer steps, `_s` are seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     drift: DriftConfig = DriftConfig()
+    """See below."""
+    residual: ResidualConfig = ResidualConfig()
     """See below."""
 
     target_interval: float = Field(100, gt=0)

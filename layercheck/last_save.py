@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from layercheck.attempt import Attempt
-from layercheck.manifest import DriftReport, LayerWrite, PersistDecision
+from layercheck.decision import LayerWrite, PersistDecision
+from layercheck.manifest import DriftReport
 from layercheck.tracking.ledger import Ledger
 
 log = logging.getLogger(__name__)

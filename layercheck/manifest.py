@@ -5,7 +5,7 @@ Records that storage keeps are pydantic models, checked when read back; nothing 
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
 from typing import Any, Literal, Self
@@ -14,9 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from layercheck.groups import OptimizerGroup
 from layercheck.layers import LayerMap, LayerStep
+from layercheck.lost import over_all
 
 FORMAT_VERSION = 1
-Reason = Literal["drift", "age", "full", "preemption"]
+Reason = Literal["drift", "age", "full", "preemption", "residual"]
+SaveKind = Literal["version", "residual"]
 ENDED_WELL = ("completed", "fenced", "preempted")  # ends of an attempt that are no failure
 TrainerState = dict[str, Any]
 """JSON values only; always has `step` (int, the optimizer step after which it was taken)."""
@@ -73,27 +75,6 @@ class DriftReport:
         return not self.errors and all(map(isfinite, self.delta.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWrite:
-    """One chosen layer and why. `age` counts steps from its newest version, committed or in flight."""
-
-    layer: str
-    reason: Reason
-    drift: float
-    threshold: float
-    age: int
-
-
-@dataclass(frozen=True, slots=True)
-class PersistDecision:
-    """What to save after one step; empty `writes` means nothing. Identical on every rank (I3)."""
-
-    step: int
-    writes: tuple[LayerWrite, ...] = ()
-    must_wait: bool = False
-    """True when a layer reached s_max against committed versions: block until the storage catches up (I1)."""
-
-
 class EventId(Record):
     """One event: versions taken at one step by one attempt; `part` counts further events of the same step."""
 
@@ -131,7 +112,7 @@ class ShardRecord(Record):
 
     `begin` and `end` are the byte range of the layer's tensors inside `file` (a path below the `layercheck`
     folder); `xxh3_128` is the hex digest of exactly these bytes (the file's header has a digest of its own).
-    A rank that owns no element of the layer has an empty range.
+    A rank that owns no element of the layer has an empty range. A residual names the version that it adds to.
     """
 
     layer: str
@@ -150,6 +131,9 @@ class ShardRecord(Record):
     reason: Reason
     snapshot_s: float
     write_s: float
+    kind: SaveKind = "version"
+    base_step: int = Field(-1, ge=-1)
+    base_attempt: int = Field(0, ge=0)
 
     @property
     def nbytes(self) -> int:
@@ -233,6 +217,14 @@ class Commit(Record):
         return {layer: tuple(rows) for layer, rows in layers.items()}
 
     @cached_property
+    def bases(self) -> dict[str, tuple[int, int]]:
+        """Layer of a residual -> (step, attempt) of the version that it adds to."""
+        first = {layer: rows[0] for layer, rows in self.by_layer.items()}
+        return {
+            layer: (row.base_step, row.base_attempt) for layer, row in first.items() if row.kind == "residual"
+        }
+
+    @cached_property
     def whole_layers(self) -> tuple[str, ...]:
         """Layers of which the rows of all ranks are here."""
         ranks = list(range(self.records[0].world_size)) if self.records else []
@@ -260,11 +252,23 @@ class RunRecord(Record):
     """Resolved settings: `checkpoint` (LayerCheckConfig) and whatever the application adds."""
 
 
-# -------------------------------------------------------------- recovery: plan -> fetch -> install -> receipt
+# ------------------------------------------------- recovery: plan -> fetch -> install; then `receipt.Receipt`
+
+
+class ResidualPlan(Record):
+    """The residual that recovery will add to a version of its layer."""
+
+    step: int = Field(ge=1)
+    attempt: int = Field(ge=1)
+    shards: tuple[ShardRecord, ...]
 
 
 class LayerPlan(Record):
-    """The version of one layer that recovery will load. `lost` is lost steps, `age` is t_fail - step."""
+    """The version of one layer that recovery will load. `lost` is lost steps, `age` is t_fail - step.
+
+    With a residual the weights are those of its step, and `lost` counts from there; the moments stay those of
+    the version, whose age is `age`.
+    """
 
     layer: str
     numel: int = Field(ge=0)
@@ -274,15 +278,28 @@ class LayerPlan(Record):
     lost: int = Field(ge=0)
     reason: Reason
     shards: tuple[ShardRecord, ...]
+    lost_drift: float | None = None
+    """Movement over the lost steps, see `RecoveryPlan.measure`; None if nothing is known of it."""
     fallback: bool = False
-    """True when a newer live version exists but is damaged or missing."""
+    """True when a newer live version or residual exists but is damaged or missing."""
     trainable: bool = True
     """A frozen layer never moves: its age is true but says nothing, so no figure of the plan counts it."""
+    residual: ResidualPlan | None = None
+
+    @property
+    def all_shards(self) -> tuple[ShardRecord, ...]:
+        """Those of the version, then those of the residual."""
+        return self.shards + (self.residual.shards if self.residual else ())
+
+    @property
+    def events(self) -> tuple[EventId, ...]:
+        """That of the version, then that of the residual."""
+        return tuple(dict.fromkeys(shard.event for shard in self.all_shards))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole version, all ranks."""
-        return sum(shard.nbytes for shard in self.shards)
+        """Bytes of the whole version and its residual, all ranks."""
+        return sum(shard.nbytes for shard in self.all_shards)
 
 
 PlanMode = Literal["composite", "uniform", "strict", "warmup_rollback"]
@@ -298,6 +315,7 @@ class RecoveryPlan(Record):
         resume_step: first step to run; t_fail + 1 except in the modes that roll back.
         drift: layer -> carried D_l; infinity marks a layer whose selected event never became live.
         trainer_state: the state that belongs to step resume_step - 1.
+        measure: of `lost_drift`, see `layercheck/lost.py`; empty if nothing is known.
     """
 
     mode: PlanMode
@@ -308,6 +326,7 @@ class RecoveryPlan(Record):
     trainer_state: TrainerState
     drift: dict[str, float]
     layers: tuple[LayerPlan, ...]
+    measure: str = ""
 
     @property
     def max_age(self) -> int:
@@ -325,6 +344,13 @@ class RecoveryPlan(Record):
         return self._weighted([layer.lost for layer in self._trainable])
 
     @property
+    def lost_drift(self) -> float | None:
+        """The same in weight space: movement that does not come back, in `measure`."""
+        known = [(layer.numel, layer.lost_drift) for layer in self._trainable]
+        values = [(numel, drift) for numel, drift in known if drift is not None]
+        return over_all(self.measure, values) if len(values) == len(known) else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes that all ranks together will read."""
         return sum(layer.nbytes for layer in self.layers)
@@ -334,9 +360,7 @@ class RecoveryPlan(Record):
         return [layer for layer in self.layers if layer.trainable]
 
     def _weighted(self, steps: list[int]) -> float:
-        layers = self._trainable
-        total = sum(layer.numel for layer in layers)
-        return sum(layer.numel * n for layer, n in zip(layers, steps, strict=True)) / max(total, 1)
+        return over_all("", zip((layer.numel for layer in self._trainable), steps, strict=True))
 
 
 class BadShard(Record):
@@ -347,43 +371,3 @@ class BadShard(Record):
     step: int
     attempt: int
     error: str
-
-
-RECOVERY_PHASES = ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s")
-"""The seconds in a receipt, in the order in which they pass."""
-
-
-class Receipt(Record):
-    """What one recovery did: the plan in numbers, seconds by phase, checksum results."""
-
-    attempt: int
-    mode: PlanMode
-    t_fail: int
-    t_fail_source: FailSource
-    resume_step: int
-    world_size: int
-    max_age: int
-    weighted_age: float
-    lost_steps: float
-    nbytes: int
-    layers: tuple[dict[str, Any], ...]
-    """Per layer: name, step, attempt, age, lost, reason, nbytes, fallback."""
-    bad: tuple[BadShard, ...] = ()
-    detect_s: float | None = None
-    reschedule_s: float | None = None
-    plan_s: float = 0.0
-    fetch_s: float = 0.0
-    install_s: float = 0.0
-    first_step_s: float | None = None
-    rng: str = "keyed"
-    loss_20_steps_later: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """Where training goes on, and as which attempt. `step` is the first step to run: 1 on a fresh run."""
-
-    step: int
-    trainer_state: TrainerState = field(default_factory=dict)
-    receipt: Receipt | None = None
-    attempt: int = 0

@@ -15,6 +15,7 @@ from layercheck.attempt import Attempt, start_attempt
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.in_process import RankZeroClient, in_process_client
 from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient
+from layercheck.decision import PersistDecision
 from layercheck.errors import (
     AgeBoundError,
     LayerCheckError,
@@ -24,10 +25,12 @@ from layercheck.errors import (
 )
 from layercheck.exchange import Exchange
 from layercheck.last_save import everything, save_before_end
-from layercheck.manifest import EventId, PersistDecision, Receipt, ResumePoint, TrainerState
+from layercheck.manifest import EventId, TrainerState
 from layercheck.overlap import overlap_of
+from layercheck.persistence.bases import BaseCopies
 from layercheck.persistence.shard_file import RngState
 from layercheck.persistence.storage import Storage, open_run_folder, open_storage
+from layercheck.receipt import Receipt, ResumePoint
 from layercheck.recovery import rng as random_state
 from layercheck.recovery.begin import Submission, begin
 from layercheck.recovery.restore import in_words, restore
@@ -100,14 +103,13 @@ class Session:
         rng: RngPolicy = "keyed",
     ) -> None:
         self._zero3 = zero3
-        self._storage = storage
-        self._run_folder = run_folder
-        self._config = config
-        self._coordinator = coordinator
+        self._storage, self._run_folder = storage, run_folder
+        self._config, self._coordinator = config, coordinator
         self._submission = submission
         self._rng: RngPolicy = rng
         self._recovered_rng: RngState | None = None
         self._overlap = overlap_of(zero3)
+        self._bases = BaseCopies(config.residual.covers) if config.residual.enabled else None
         self.meter = DriftMeter(zero3, config.drift)
         self.watchdog = Watchdog(config.hang_s)
         self._ranks = Exchange(zero3, self.meter, self.watchdog, submission.run)
@@ -139,11 +141,11 @@ class Session:
             grant,
             receipt,
             self._overlap,
+            self._bases,
         )
         opened.ledger.still = StillLayers(max(LEAST_STEPS, self.meter.rotation))
         self.watchdog.start(grant.r_b)
-        plan = grant.plan
-        if plan is None:
+        if (plan := grant.plan) is None:
             self._step_zero()
             return ResumePoint(step=1, attempt=opened.number)
         self._zero3.set_global_state(plan.resume_step - 1, plan.trainer_state)
@@ -168,7 +170,7 @@ class Session:
         if grant.plan is None:
             return grant, None
         plan_s = time.monotonic() - started
-        grant, receipt = restore(self._zero3, self._storage, self._coordinator, grant, plan_s)
+        grant, receipt = restore(self._zero3, self._storage, self._coordinator, grant, plan_s, self._bases)
         if self._rng == "captured" and grant.plan is not None:
             said, self._recovered_rng = random_state.find(self._zero3, self._storage, grant.plan)
             receipt = receipt.model_copy(update={"rng": said})
@@ -227,7 +229,7 @@ class Session:
             step=step,
             stall_s=stall_s,
             tracking_s=tracked - started,
-            layers_written=len(decision.writes),
+            layers_written=len(decision.versions),
             bytes_written=nbytes,
             max_age=opened.ledger.max_age(step),
             weighted_age=opened.ledger.weighted_age(step),
@@ -261,7 +263,7 @@ class Session:
             return 0
         if part == 0:
             opened.ledger.select(decision)
-            self.meter.take(decision.step, [write.layer for write in decision.writes])
+            self.meter.take(decision.step, [write.layer for write in decision.versions])
         state = {**state, "layercheck": opened.ledger.to_state()}
         event = EventId(step=decision.step, attempt=opened.number, part=part)
         try:
@@ -284,7 +286,7 @@ class Session:
 
     def _announce(self, opened: Attempt) -> None:
         if opened.link is not None:
-            state = {**opened.complete, "layercheck": opened.ledger.to_state() | {"costs": opened.costs}}
+            state = {**opened.complete, "layercheck": opened.told_by_heartbeats()}
             opened.link.post(state["step"], state, opened.ledger.drift)
 
     def _wait_for_commits(self, opened: Attempt, state: TrainerState) -> None:

@@ -21,10 +21,10 @@ from layercheck.layers import LayerMap, LayerSpec, ParamSpec, build_layer_map
 from layercheck.model_facts import json_settings
 from layercheck.partition import ParamSlice, SubGroup, merge
 from layercheck.persistence.scalars import pack_scalar, unpack_scalar
+from layercheck.persistence.shard_file import MASTER
 from layercheck.supported import refuse_unsupported
 from layercheck.updates import OptimizerCalls
 
-MASTER = "fp32"
 FROZEN = "weight"
 _SCHEDULED = ("lr", "momentum", "betas")
 

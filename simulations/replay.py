@@ -3,6 +3,8 @@
 First the run's own settings: the decisions must be those of the run. Then a grid of target intervals (each
 gives its K) and s_max, and at each point the modes `round_robin` and `random` with as many bytes as `drift`.
 Writes `replay.parquet`, `replay.json` and a picture.
+
+With `--residuals`: bits, target intervals and `residual.k_ratio` instead; `residuals.parquet` and `.json`.
 """
 
 # ruff: noqa: T201
@@ -20,6 +22,8 @@ from simulations.checks import positive
 from simulations.pictures import draw_lines
 from simulations.progress import ProgressBar
 from simulations.replay_policy import compare, figures, replay, with_settings
+from simulations.replay_residuals import describe as describe_residuals
+from simulations.replay_residuals import frontier
 from simulations.tables import write_parquet
 from simulations.trace import Trace, read_trace
 
@@ -48,6 +52,13 @@ def _parser() -> argparse.ArgumentParser:
         "--targets", type=float, nargs="+", help="target intervals; default: the run's x 1/2, 1, 2"
     )
     parser.add_argument("--s-max", type=int, nargs="+", help="age limits; default: the run's x 1, 2")
+    parser.add_argument("--residuals", action="store_true", help="bytes against lost progress with residuals")
+    parser.add_argument(
+        "--bits", type=int, nargs="+", default=[8, 4], choices=[4, 8], help="of residuals; default: 8 4"
+    )
+    parser.add_argument(
+        "--k-ratios", type=float, nargs="+", default=[0.03, 0.1, 0.3], help="default: 0.03 0.1 0.3"
+    )
     parser.add_argument("--no-pictures", action="store_true", help="tables only; needs no matplotlib")
     return parser
 
@@ -55,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     trace = read_trace(options.trace)
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.residuals:
+        return _residuals(trace, options)
     same = compare(trace)
     rows = grid(trace, _targets(trace, options), _limits(trace, options), ProgressBar("replaying"))
     write_parquet(rows, options.out / "replay.parquet")
@@ -67,6 +80,15 @@ def _run(options: argparse.Namespace) -> int:
     print(describe(trace, rows))
     print(_verdict(same.steps, same.different, same.first))
     return 1 if same.different else 0
+
+
+def _residuals(trace: Trace, options: argparse.Namespace) -> int:
+    rows = frontier(trace, _targets(trace, options), options.bits, options.k_ratios)
+    write_parquet(rows, options.out / "residuals.parquet")
+    content = {"run": trace.run, "notes": trace.notes, "rows": rows}
+    (options.out / "residuals.json").write_text(json.dumps(content, indent=2) + "\n")
+    print(describe_residuals(trace, rows))
+    return 0
 
 
 def _targets(trace: Trace, options: argparse.Namespace) -> list[float]:

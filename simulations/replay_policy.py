@@ -31,6 +31,8 @@ class Replayed:
     Attributes:
         written: shape (n, layers), the layer was chosen.
         committed: shape (n, layers), newest committed version after the step.
+        added: shape (n, layers), a residual of the layer was chosen.
+        saved: shape (n, layers), newest committed version or residual.
         reasons: reason -> layer writes, over the steps after the warm-up.
         k0: the threshold it came to, None if no layer moved.
     """
@@ -39,6 +41,8 @@ class Replayed:
     config: LayerCheckConfig
     written: npt.NDArray[np.bool_]
     committed: Ints
+    added: npt.NDArray[np.bool_]
+    saved: Ints
     reasons: dict[str, int] = field(default_factory=dict)
     k0: float | None = None
 
@@ -65,7 +69,7 @@ def replay(trace: Trace, config: LayerCheckConfig, recorded_commits: bool = Fals
     ledger.observe(DriftReport(0, {}, 0.0, committed_step=0))
     names, reasons = trace.names, Counter[str]()
     written = np.zeros(trace.delta.shape, dtype=np.bool_)
-    committed = np.zeros(trace.delta.shape, dtype=np.int64)
+    committed, added, saved = written.astype(np.int64), written.copy(), written.astype(np.int64)
     events = [0]
     for row, step in enumerate(trace.steps.tolist()):
         lr, delta = float(trace.lr[row]), dict(zip(names, trace.delta[row].tolist(), strict=True))
@@ -73,14 +77,16 @@ def replay(trace: Trace, config: LayerCheckConfig, recorded_commits: bool = Fals
         ledger.observe(DriftReport(step, delta, lr, committed_step=newest))
         decision = decide(ledger.facts(step, lr), config)
         ledger.select(decision)
-        chosen = {write.layer for write in decision.writes}
-        written[row] = [name in chosen for name in names]
+        for chosen, writes in ((written, decision.versions), (added, decision.residuals)):
+            layers = {write.layer for write in writes}
+            chosen[row] = [name in layers for name in names]
         committed[row] = [ledger.versions.layers[name].committed for name in names]
-        if chosen:
+        saved[row] = [ledger.unsaved.layers[name].committed for name in names]
+        if decision.writes:
             events.append(step)
         if step > config.warmup_steps:
             reasons.update(write.reason for write in decision.writes)
-    return Replayed(trace, config, written, committed, dict(reasons), ledger.k0)
+    return Replayed(trace, config, written, committed, added, saved, dict(reasons), ledger.k0)
 
 
 def committed_steps(trace: Trace) -> Ints:
@@ -136,7 +142,7 @@ def compare(trace: Trace) -> Comparison:
 def figures(done: Replayed) -> dict[str, Any]:
     """What a choice of settings costs and leaves, over the steps after the warm-up.
 
-    `drift_lost` is the size-weighted drift of the layers since their committed versions, as a failure at a
+    `drift_lost` is the size-weighted drift of the layers since their committed saves, as a failure at a
     random step finds it; `mean_interval_steps` leaves full events aside (design, section 2).
     """
     trace, config = done.trace, done.config
@@ -173,10 +179,16 @@ def figures(done: Replayed) -> dict[str, Any]:
 
 
 def _lost_drift(done: Replayed) -> Floats:
-    """Path drift of each layer since its committed version, after each step."""
-    total = np.vstack([np.zeros(done.trace.delta.shape[1]), np.cumsum(done.trace.delta, axis=0)])
-    lost: Floats = total[1:] - np.take_along_axis(total, np.maximum(done.committed, 0), axis=0)
+    """Path drift of each layer since its committed save, after each step."""
+    lost: Floats = np.cumsum(done.trace.delta, axis=0) - path_at(done.trace, done.saved)
     return lost
+
+
+def path_at(trace: Trace, steps: Ints) -> Floats:
+    """Path of each layer from step 0 to the steps given, shape (n, layers)."""
+    total = np.vstack([np.zeros(trace.delta.shape[1]), np.cumsum(trace.delta, axis=0)])
+    found: Floats = np.take_along_axis(total, np.maximum(steps, 0), axis=0)
+    return found
 
 
 def with_settings(config: LayerCheckConfig, **changes: object) -> LayerCheckConfig:

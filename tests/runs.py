@@ -115,6 +115,15 @@ class Group:
         self.selected |= dict.fromkeys(layers, step)
         self.coordinator.record(event, rank, rows, self.state(step))
 
+    def save_residual(self, step: int, layer: str, base: tuple[int, int]) -> None:
+        """All ranks save a residual of one layer."""
+        event = EventId(step=step, attempt=self.attempt)
+        kind = {"kind": "residual", "base_step": base[0], "base_attempt": base[1]}
+        for rank in range(self.world_size):
+            _, rows = self.write(step, rank, (layer,), "residual")
+            added = tuple(row.model_copy(update=kind) for row in rows)
+            self.coordinator.record(event, rank, added, self.state(step))
+
     def save(self, step: int, *layers: str) -> None:
         """All ranks save these layers (default: all, a full event)."""
         for rank in range(self.world_size):

@@ -94,6 +94,20 @@ def values(spec: ParamSpec, key: str, step: int) -> Values:
     return np.random.Generator(np.random.PCG64(seed)).standard_normal(spec.numel, np.float32)
 
 
+@dataclass(frozen=True)
+class Want:
+    """A slice that somebody wants."""
+
+    spec: ParamSpec
+    offset: int
+    numel: int
+
+
+def wants(params: tuple[ParamSpec, ...], rank: int, world_size: int) -> list[Want]:
+    """What one rank of a group wants of these parameters."""
+    return [Want(spec, *part_of(spec.numel, rank, world_size)) for spec in params]
+
+
 def shelf(folder: Path, shapes: Mapping[str, tuple[tuple[int, ...], ...]]) -> Shelf:
     """An empty store of a model with these layers."""
     layers = layer_map(shapes)

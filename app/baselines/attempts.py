@@ -18,8 +18,9 @@ from app.failure_notes import failure_times_s
 from app.runfiles import RunFiles
 from layercheck.errors import StorageError
 from layercheck.layers import LayerMap
-from layercheck.manifest import Receipt, TrainerState
+from layercheck.manifest import TrainerState
 from layercheck.persistence.storage import Storage
+from layercheck.receipt import Receipt
 from layercheck.step_report import StepReport
 from layercheck.tracking.metrics_log import METRICS, PartWriter
 

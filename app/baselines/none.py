@@ -1,6 +1,7 @@
 """No protection: the same loop with an object that saves nothing; a `MethodSession`."""
 
-from layercheck.manifest import ResumePoint, TrainerState
+from layercheck.manifest import TrainerState
+from layercheck.receipt import ResumePoint
 from layercheck.step_report import StepReport
 
 

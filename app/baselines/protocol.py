@@ -8,8 +8,9 @@ the rest to a `Baseline`.
 from dataclasses import dataclass
 from typing import Protocol
 
-from layercheck.manifest import ResumePoint, TrainerState
+from layercheck.manifest import TrainerState
 from layercheck.partition import SubGroup
+from layercheck.receipt import ResumePoint
 from layercheck.step_report import StepReport
 
 

@@ -9,9 +9,10 @@ from typing import Any
 from app.baselines.attempts import AttemptBook, Before, MethodReceipt, outage_s, read_before, receipt_of
 from app.baselines.protocol import Baseline, StepCost
 from layercheck.errors import LayerCheckError, NonFiniteStateError
-from layercheck.manifest import ResumePoint, TrainerState
+from layercheck.manifest import TrainerState
 from layercheck.partition import SubGroup
 from layercheck.persistence.storage import Storage
+from layercheck.receipt import ResumePoint
 from layercheck.recovery.collectives import on_rank_zero
 from layercheck.step_report import StepReport
 from layercheck.watchdog import Watchdog

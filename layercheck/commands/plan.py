@@ -9,6 +9,7 @@ from layercheck.coordination import restarts
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.plan import PlanRequest, make_plan
 from layercheck.errors import ConfigError, NoPlanError
+from layercheck.lost import in_words
 from layercheck.manifest import RecoveryPlan
 
 
@@ -91,6 +92,8 @@ def _value(made: RecoveryPlan) -> dict[str, Any]:
         "max_age": made.max_age,
         "weighted_age": made.weighted_age,
         "lost_steps": made.lost_steps,
+        "lost_drift": made.lost_drift,
+        "measure": made.measure,
         "nbytes": made.nbytes,
         "layers": [
             {
@@ -98,8 +101,11 @@ def _value(made: RecoveryPlan) -> dict[str, Any]:
                 "step": layer.step,
                 "attempt": layer.attempt,
                 "age": layer.age,
+                "residual": layer.residual.step if layer.residual else None,
+                "lost": layer.lost,
+                "lost_drift": layer.lost_drift,
                 "nbytes": layer.nbytes,
-                "files": sorted({shard.file for shard in layer.shards}),
+                "files": sorted({shard.file for shard in layer.all_shards}),
                 "fallback": layer.fallback,
             }
             for layer in made.layers
@@ -112,7 +118,8 @@ def _text(facts: StoreFacts, made: RecoveryPlan) -> str:
         f"run {facts.run.name}: {made.mode} recovery on {made.world_size} ranks, resumes at step "
         f"{made.resume_step} (t_fail {made.t_fail}, from {made.t_fail_source})\n"
         f"{size(made.nbytes)} to read; oldest layer {made.max_age} steps, size-weighted age "
-        f"{number(made.weighted_age)}, lost steps {number(made.lost_steps)}\n"
+        f"{number(made.weighted_age)}, lost steps {number(made.lost_steps)}, "
+        f"lost movement {in_words(made.lost_drift, made.measure)}\n"
     )
     rows = [
         (
@@ -120,11 +127,19 @@ def _text(facts: StoreFacts, made: RecoveryPlan) -> str:
             str(layer.step),
             str(layer.attempt),
             str(layer.age),
+            str(layer.residual.step) if layer.residual else "-",
             str(layer.lost),
+            number(layer.lost_drift),
             size(layer.nbytes),
             layer.reason,
             "an older version: the newest is damaged" if layer.fallback else "",
         )
         for layer in made.layers
     ]
-    return head + "\n" + table(("layer", "step", "attempt", "age", "lost", "size", "reason", ""), rows)
+    return (
+        head
+        + "\n"
+        + table(
+            ("layer", "step", "attempt", "age", "residual", "lost", "lost drift", "size", "reason", ""), rows
+        )
+    )

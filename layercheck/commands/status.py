@@ -7,6 +7,7 @@ from layercheck.commands.store import Store
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.plan import is_fresh
 from layercheck.coordination.status import summarize
+from layercheck.lost import in_words
 
 
 def status(store: Store) -> Answer:
@@ -47,6 +48,10 @@ def _headline(facts: StoreFacts, value: dict[str, Any], fresh: bool) -> str:
             f"recoverable: {size(value['read_bytes'])} to read, oldest layer {value['max_age']} steps, "
             f"size-weighted age {number(value['weighted_age'])} steps"
         )
+        lines.append(
+            f"a failure now loses {number(value['lost_steps'])} steps of the whole model, movement "
+            f"{in_words(value['lost_drift'], value['measure'])}"
+        )
     elif fresh:
         lines.append("nothing was trained yet: the next attempt starts at step 1")
     else:
@@ -55,13 +60,28 @@ def _headline(facts: StoreFacts, value: dict[str, Any], fresh: bool) -> str:
 
 
 def _layers(value: dict[str, Any]) -> str:
-    header = ("layer", "step", "attempt", "age", "size", "drift", "threshold", "reason")
+    header = (
+        "layer",
+        "step",
+        "attempt",
+        "age",
+        "residual",
+        "lost",
+        "lost drift",
+        "size",
+        "drift",
+        "threshold",
+        "reason",
+    )
     rows = [
         (
             row["name"],
             str(row["step"]),
             str(row["attempt"]),
             str(row["age"]),
+            "-" if row["residual"] is None else str(row["residual"]),
+            number(row["lost"]),
+            number(row["lost_drift"]),
             size(row["nbytes"]),
             number(row["drift"]),
             number(row["threshold"]),

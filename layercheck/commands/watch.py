@@ -17,7 +17,9 @@ from layercheck.commands.store import Store
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.plan import is_fresh
 from layercheck.errors import ConfigError, NoPlanError
-from layercheck.manifest import RECOVERY_PHASES, RecoveryPlan
+from layercheck.lost import in_words
+from layercheck.manifest import RecoveryPlan
+from layercheck.receipt import RECOVERY_PHASES
 
 WATCH_S = 2.0
 _BAR = 12
@@ -152,7 +154,8 @@ def _in_words(plan: RecoveryPlan, facts: StoreFacts, s_max: int | None) -> str:
     lines = [
         f"a failure now: goes on at step {plan.resume_step} ({plan.mode}), {size(plan.nbytes)} to read",
         f"oldest layer {plan.max_age} steps{f' of at most {s_max}' if s_max else ''}, size-weighted age "
-        f"{number(plan.weighted_age)}, lost progress {number(plan.lost_steps)} steps of the whole model",
+        f"{number(plan.weighted_age)}, lost progress {number(plan.lost_steps)} steps of the whole model, "
+        f"movement {in_words(plan.lost_drift, plan.measure)}",
     ]
     if facts.receipts:
         attempt = max(facts.receipts)

@@ -6,6 +6,7 @@ event goes only if nothing in it is marked.
 
 from dataclasses import dataclass
 
+from layercheck.coordination import residuals
 from layercheck.coordination.facts import StoreFacts, Version, by_layer, full_events
 from layercheck.coordination.lineage import Lineage
 from layercheck.manifest import EventId
@@ -47,6 +48,7 @@ def collect(
     lineage = facts.lineage
     needed = _needed(facts, lineage, keep_versions, keep_full)
     committed = {commit.event for commit in facts.commits}
+    added = {commit.event for commit in facts.commits if commit.bases}
     damaged = frozenset(facts.damaged)
     oldest = min((event.step for event in needed), default=-1)
     delete, keep = [], []
@@ -57,7 +59,8 @@ def collect(
             keep.append(Verdict(event, "of a newer attempt", event in committed))
         elif event in committed:
             live = lineage.is_live(event.step, event.attempt)
-            delete.append(Verdict(event, "newer versions of all its layers" if live else "dead branch"))
+            kept_by = "saves" if event in added else "versions"
+            delete.append(Verdict(event, f"newer {kept_by} of all its layers" if live else "dead branch"))
         elif event in damaged:
             old = event.step < oldest
             reason = (
@@ -72,8 +75,11 @@ def collect(
 
 
 def _needed(facts: StoreFacts, lineage: Lineage, keep_versions: int, keep_full: int) -> dict[EventId, str]:
-    """Event -> why it stays. A damaged version is no version: it keeps nothing and counts as nothing."""
-    layer_map = facts.run.layer_map
+    """Event -> why it stays. A damaged version is no version: it keeps nothing and counts as nothing.
+
+    Each version that stays keeps its newest residual; one whose version goes, goes too.
+    """
+    layer_map, of_base = facts.run.layer_map, residuals.by_base(facts.live_commits(lineage))
     versions = {
         name: [version for version in all_of if version.key not in facts.bad_versions]
         for name, all_of in by_layer(facts.live_commits(lineage), layer_map).items()
@@ -86,6 +92,8 @@ def _needed(facts: StoreFacts, lineage: Lineage, keep_versions: int, keep_full: 
         kept = versions[layer.name] if not layer.trainable else versions[layer.name][:keep_versions]
         for rank, version in enumerate(kept):
             needed.setdefault(version.event, f"version {rank + 1} of {layer.name}")
+            if residual := residuals.newest(version, of_base, facts.bad_versions):
+                needed.setdefault(residual.event, f"residual of {layer.name}")
     return needed
 
 

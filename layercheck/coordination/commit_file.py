@@ -39,7 +39,10 @@ SCHEMA = pa.schema(
     ]
 )
 """The columns of `commit.parquet`; `history/*.parquet` has `part` beside them."""
+RESIDUAL_COLUMNS = (("kind", pa.string()), ("base_step", pa.int64()), ("base_attempt", pa.int32()))
+"""Further ones, only where one of the rows is a residual: a run without them writes what it always wrote."""
 
+_RESIDUAL_NAMES = frozenset(name for name, _ in RESIDUAL_COLUMNS)
 _MAX_THRIFT_BYTES = 256 * 1024 * 1024
 
 
@@ -54,7 +57,13 @@ def canonical(value: Any) -> bytes:
 
 def text_of(rows: Sequence[ShardRecord]) -> bytes:
     """The canonical text of some rows, as it stands inside that of a whole commit."""
-    return canonical([row.__dict__ for row in rows])[1:-1]
+    return canonical([_facts(row) for row in rows])[1:-1]
+
+
+def _facts(row: ShardRecord) -> dict[str, Any]:
+    """A version has no more keys than before there were residuals: old digests hold."""
+    facts = row.__dict__
+    return facts if row.kind == "residual" else {k: v for k, v in facts.items() if k not in _RESIDUAL_NAMES}
 
 
 def encode(commit: Commit, texts: Iterable[bytes] | None = None) -> bytes:
@@ -68,13 +77,12 @@ def encode(commit: Commit, texts: Iterable[bytes] | None = None) -> bytes:
     metadata = _texts_beside_rows(commit)
     digest = _digest(metadata, [text_of(commit.records)] if texts is None else texts)
     metadata |= {"format": canonical(FORMAT_VERSION), "digest": digest.encode()}
-    return _parquet(_table(commit.records, SCHEMA), metadata)
+    return _parquet(_table(commit.records), metadata)
 
 
 def encode_history(records: Sequence[ShardRecord]) -> bytes:
     """Rows of past commits, for `history/*.parquet`."""
-    schema = SCHEMA.append(pa.field("part", pa.int32()))
-    return _parquet(_table(records, schema), {})
+    return _parquet(_table(records, (("part", pa.int32()),)), {})
 
 
 def decode_history(data: bytes) -> tuple[ShardRecord, ...]:
@@ -84,11 +92,12 @@ def decode_history(data: bytes) -> tuple[ShardRecord, ...]:
         pyarrow.ArrowException, ValueError: the part is damaged.
     """
     rows = pq.read_table(pa.BufferReader(data)).to_pylist()
-    return tuple(_record(row, row.pop("part")) for row in rows)
+    known = ({key: value for key, value in row.items() if value is not None} for row in rows)
+    return tuple(_record(row, row.pop("part")) for row in known)
 
 
 def merge_history(parts: Sequence[bytes]) -> tuple[bytes, list[bool]]:
-    """One part with the rows of all; the second value says which of them could be read."""
+    """One part with the rows of all, and which of them could be read; a column that one lacks is null."""
     tables: list[pa.Table | None] = []
     for data in parts:
         try:
@@ -96,7 +105,9 @@ def merge_history(parts: Sequence[bytes]) -> tuple[bytes, list[bool]]:
         except (pa.ArrowException, ValueError, OSError):
             tables.append(None)
     readable = [table for table in tables if table is not None]
-    return _parquet(pa.concat_tables(readable), {}), [table is not None for table in tables]
+    return _parquet(pa.concat_tables(readable, promote_options="default"), {}), [
+        table is not None for table in tables
+    ]
 
 
 def decode(data: bytes, event: EventId) -> Commit:
@@ -164,9 +175,11 @@ def _digest(beside: dict[str, bytes], texts: Iterable[bytes]) -> str:
     return xxh3_128_hexdigest(b"{" + b",".join(members) + b"}")
 
 
-def _table(records: Sequence[ShardRecord], schema: pa.Schema) -> pa.Table:
+def _table(records: Sequence[ShardRecord], more: tuple[tuple[str, pa.DataType], ...] = ()) -> pa.Table:
     """Column by column: a dict for every row takes ten times as long."""
     columns = columns_of(records)
+    more += RESIDUAL_COLUMNS if "residual" in columns["kind"] else ()
+    schema = pa.schema([*SCHEMA, *(pa.field(*column) for column in more)])
     columns = columns | {"nbytes": tuple(map(sub, columns["end"], columns["begin"]))}
     return pa.Table.from_arrays([pa.array(columns[f.name], f.type) for f in schema], schema=schema)
 

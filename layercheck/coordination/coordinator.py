@@ -20,6 +20,7 @@ from layercheck.coordination.collector import Collector
 from layercheck.coordination.events import EventBook, OpenEvent
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.heart import Heart
+from layercheck.coordination.lost import steps_on_their_way
 from layercheck.coordination.plan import is_fresh
 from layercheck.coordination.protocol import AttemptGrant, HeartbeatReply
 from layercheck.coordination.scrub import Scrubber
@@ -360,12 +361,11 @@ class Coordinator:
     def _expect_selected(self, trainer_state: TrainerState) -> None:
         """Learns from the session's own books which events must be under way.
 
-        A coordinator that was built anew has never heard of them; unless they come or are declared lost, the
-        session would take a later commit for theirs as well.
+        One built anew never heard of them; unless they come or are lost a later commit would pass for theirs.
         """
         assert self._record is not None
-        selected = (trainer_state.get("layercheck") or {}).get("selected", {})
-        self._book.expect((step for step in selected.values() if step > self._record.r_b), self._clock())
+        steps = (step for step in steps_on_their_way(trainer_state) if step > self._record.r_b)
+        self._book.expect(steps, self._clock())
 
     # ------------------------------------------------------------ the rest
 

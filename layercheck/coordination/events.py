@@ -182,9 +182,11 @@ def _shorten(events: dict[EventId, Any]) -> EventId | None:
 
 def _disagreement(entry: OpenEvent) -> str | None:
     """Why a complete event must not commit: ranks that chose different layers broke I3."""
-    first = sorted(row.layer for row in entry.shards[0])
+    first = sorted((row.layer, row.kind) for row in entry.shards[0])
     if not first:
         return "it holds no layer"
-    differing = (rank for rank, rows in entry.shards.items() if sorted(row.layer for row in rows) != first)
+    differing = (
+        rank for rank, rows in entry.shards.items() if sorted((row.layer, row.kind) for row in rows) != first
+    )
     rank = next(differing, None)
     return None if rank is None else f"ranks 0 and {rank} saved different layers"

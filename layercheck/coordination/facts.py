@@ -24,11 +24,15 @@ VersionKey = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One saved copy of one layer with the shards of all ranks."""
+    """One saved copy of one layer with the shards of all ranks.
+
+    `base` makes it a residual: (step, attempt) of the version that it adds to.
+    """
 
     layer: str
     event: EventId
     shards: Sequence[ShardRecord]
+    base: tuple[int, int] | None = None
 
     @property
     def key(self) -> VersionKey:
@@ -114,15 +118,20 @@ class StoreFacts:
         return max((c.event.step for c in self.commits if c.event.attempt == attempt), default=-1)
 
 
-def versions_of(commit: Commit) -> Iterator[Version]:
-    """The complete versions of one commit: rows of all ranks 0 to world_size - 1 are there."""
+def saves_of(commit: Commit) -> Iterator[Version]:
+    """The complete versions and residuals of one commit: rows of all ranks 0 to world_size - 1 are there."""
     for layer in commit.whole_layers:
-        yield Version(layer, commit.event, commit.by_layer[layer])
+        yield Version(layer, commit.event, commit.by_layer[layer], commit.bases.get(layer))
+
+
+def versions_of(commit: Commit) -> Iterator[Version]:
+    """The complete versions of one commit."""
+    return (save for save in saves_of(commit) if save.base is None)
 
 
 def version_in(commit: Commit, layer: str) -> Version | None:
     """The version of a layer in one commit, None if it has none that is complete."""
-    if layer not in commit.whole_layers:
+    if layer not in commit.whole_layers or layer in commit.bases:
         return None
     return Version(layer, commit.event, commit.by_layer[layer])
 

@@ -9,7 +9,8 @@ import threading
 
 from layercheck.coordination.protocol import CoordinatorClient, HeartbeatReply
 from layercheck.errors import CoordinatorLostError, FencedError, LayerCheckError
-from layercheck.manifest import Receipt, TrainerState
+from layercheck.manifest import TrainerState
+from layercheck.receipt import Receipt
 
 log = logging.getLogger(__name__)
 REPEAT_S = 5.0

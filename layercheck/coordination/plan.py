@@ -4,14 +4,25 @@ Numbers of a plan come from storage alone (I12), so anyone who reads the same st
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from layercheck.coordination import residuals
 from layercheck.coordination.facts import StoreFacts, Version, VersionKey, by_layer, full_events
 from layercheck.coordination.lineage import ENDLESS, Lineage
+from layercheck.coordination.lost import journaled, lost_drift
 from layercheck.errors import NoPlanError
 from layercheck.layers import LayerSpec
-from layercheck.manifest import AttemptRecord, FailSource, LayerPlan, PlanMode, RecoveryPlan, TrainerState
+from layercheck.manifest import (
+    AttemptRecord,
+    FailSource,
+    LayerPlan,
+    PlanMode,
+    Progress,
+    RecoveryPlan,
+    TrainerState,
+)
 
 NO_WARMUP_STEPS = 200
 """Warm-up length of a store whose settings were not kept: the default of the configuration."""
@@ -95,17 +106,21 @@ def make_plan(
     versions = by_layer(commits, facts.run.layer_map)
     if request.at_step is not None:
         versions = _until(facts, versions, request.at_step)
-    bad = facts.bad_versions | _without(versions, request.without)
+    of_base = residuals.by_base(commits, ENDLESS if request.at_step is None else request.at_step)
+    bad = facts.bad_versions | _without((*versions.values(), *of_base.values()), request.without)
     failure = _fixed(begun) if begun else _failure(facts, lineage)
     if request.at_step is not None:
         failure = _failure_at(facts, lineage, request.at_step, failure.step)
     mode, choice = _choose(facts, request, versions, bad)
     if choice.event is not None:
+        of_base = {}  # the state of one step, as its event has it
         failure = _rolled_back_from(facts, begun, failure)
     resume = _resume_at(facts, choice, failure)
     before = Lineage(begun.lineage[:-1]) if begun else lineage  # losses are those of the attempt that failed
+    beat = facts.progress.get(before.attempt)
+    after = _After(bad, of_base, before, failure.step, beat)
     layers = tuple(
-        _layer_plan(spec, choice.versions[spec.name], versions[spec.name], bad, before, failure.step)
+        _layer_plan(spec, choice.versions[spec.name], versions[spec.name], after)
         for spec in facts.run.layer_map.layers
     )
     _check_age(layers, "max_age", request.max_age)
@@ -120,6 +135,7 @@ def make_plan(
         trainer_state=resume.trainer_state,
         drift=carried_drift(facts, lineage, choice.versions, resume.step),
         layers=layers,
+        measure=journaled(beat).get("measure", ""),
     )
 
 
@@ -283,10 +299,10 @@ def _until(facts: StoreFacts, versions: dict[str, list[Version]], at_step: int) 
     return kept
 
 
-def _without(versions: dict[str, list[Version]], files: frozenset[str]) -> frozenset[VersionKey]:
+def _without(saves: Iterable[list[Version]], files: frozenset[str]) -> frozenset[VersionKey]:
     return frozenset(
         version.key
-        for all_of in versions.values()
+        for all_of in saves
         for version in all_of
         if any(shard.file in files for shard in version.shards)
     )
@@ -295,30 +311,40 @@ def _without(versions: dict[str, list[Version]], files: frozenset[str]) -> froze
 # ---------------------------------------------------------------- what it says of each layer
 
 
-def _layer_plan(
-    spec: LayerSpec,
-    version: Version,
-    versions: list[Version],
-    bad: frozenset[VersionKey],
-    lineage: Lineage,
-    t_fail: int,
-) -> LayerPlan:
+@dataclass(frozen=True, slots=True)
+class _After:
+    """What else says what of a layer comes back."""
+
+    bad: frozenset[VersionKey]
+    of_base: dict[residuals.BaseKey, list[Version]]
+    lineage: Lineage
+    t_fail: int
+    beat: Progress | None
+
+
+def _layer_plan(spec: LayerSpec, version: Version, versions: list[Version], after: _After) -> LayerPlan:
+    residual = residuals.newest(version, after.of_base, after.bad)
+    saved = residual or version
+    lost = lost_steps(after.lineage, saved, after.t_fail) if spec.trainable else 0
+    is_newer_bad = any(other.key in after.bad and other.order > version.order for other in versions)
     return LayerPlan(
         layer=spec.name,
         numel=spec.numel,
         step=version.event.step,
         attempt=version.event.attempt,
-        age=max(0, t_fail - version.event.step),
-        lost=lost_steps(lineage, version, t_fail) if spec.trainable else 0,
+        age=max(0, after.t_fail - version.event.step),
+        lost=lost,
+        lost_drift=lost_drift(after.beat, spec.name, saved.event.step, lost),
         reason=version.shards[0].reason,
         shards=tuple(version.shards),
-        fallback=any(other.key in bad and other.order > version.order for other in versions),
+        fallback=is_newer_bad or residuals.has_newer_bad(version, after.of_base, after.bad),
         trainable=spec.trainable,
+        residual=residuals.planned(residual),
     )
 
 
 def lost_steps(lineage: Lineage, version: Version, t_fail: int) -> int:
-    """Steps applied to a layer in this lineage since its version: t_fail - max(t_l, later r_b)."""
+    """Steps applied to a layer in this lineage since its save: t_fail - max(t_l, later r_b)."""
     since = max(version.event.step, lineage.last_restart(version.event.attempt, t_fail))
     return max(0, t_fail - since)
 

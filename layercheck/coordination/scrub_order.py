@@ -7,6 +7,7 @@ move) are the last resort of a recovery. So every live byte is read once in a pe
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 
+from layercheck.coordination import residuals
 from layercheck.coordination.facts import StoreFacts, Version, by_layer, version_in
 from layercheck.layers import LayerStep
 from layercheck.manifest import Commit, ShardRecord
@@ -16,10 +17,15 @@ ShardKey = tuple[str, str]
 
 
 def live_shards(facts: StoreFacts) -> tuple[ShardRecord, ...]:
-    """What a recovery could come to need: the shards of all live versions that nobody found damaged."""
-    versions = by_layer(facts.live_commits(facts.lineage), facts.run.layer_map)
-    good = (v for all_of in versions.values() for v in all_of if v.key not in facts.bad_versions)
-    return tuple(shard for version in good for shard in version.shards)
+    """What a recovery could come to need: the shards of all live versions that nobody found damaged.
+
+    Of each version also its newest residual.
+    """
+    commits, bad = facts.live_commits(facts.lineage), facts.bad_versions
+    versions, of_base = by_layer(commits, facts.run.layer_map), residuals.by_base(commits)
+    good = [v for all_of in versions.values() for v in all_of if v.key not in bad]
+    added = (residuals.newest(version, of_base, bad) for version in good)
+    return tuple(shard for save in (*good, *filter(None, added)) for shard in save.shards)
 
 
 def in_turn(live: Iterable[ShardRecord], read_at: Mapping[ShardKey, float], seed: int) -> list[ShardRecord]:

@@ -12,7 +12,8 @@ def summarize(facts: StoreFacts) -> dict[str, Any]:
     """The keys of `layercheck status --json`.
 
     Ages count from the newest step known; `recoverable` says whether a plan exists, `read_bytes` what it
-    would read. `drift` is the journaled D_l, `threshold` the K_l at the layer's last write.
+    would read, `lost_steps` and `lost_drift` what a failure now would lose (see `RecoveryPlan`). `drift` is
+    the journaled D_l, `threshold` the K_l at the layer's last write.
     """
     plan = _plan(facts)
     newest = facts.newest
@@ -25,6 +26,9 @@ def summarize(facts: StoreFacts) -> dict[str, Any]:
         "layers": layers,
         "max_age": plan.max_age if plan else None,
         "weighted_age": plan.weighted_age if plan else None,
+        "lost_steps": plan.lost_steps if plan else None,
+        "lost_drift": plan.lost_drift if plan else None,
+        "measure": plan.measure if plan else "",
         "recoverable": plan is not None,
         "read_bytes": plan.nbytes if plan else 0,
     }
@@ -49,18 +53,22 @@ def _layers(facts: StoreFacts, plan: RecoveryPlan | None) -> list[dict[str, Any]
     """One entry for each layer that has a live version: the newest undamaged one."""
     step = _newest_step(facts)
     versions = by_layer(facts.live_commits(facts.lineage), facts.run.layer_map)
+    planned = {layer.layer: layer for layer in plan.layers} if plan else {}
     rows = []
     for name, all_of in versions.items():
         version = next((v for v in all_of if v.key not in facts.bad_versions), None)
         if version is None:
             continue
-        first = version.shards[0]
+        first, layer = version.shards[0], planned.get(name)
         rows.append(
             {
                 "name": name,
                 "step": version.event.step,
                 "attempt": version.event.attempt,
                 "age": max(0, step - version.event.step),
+                "residual": layer.residual.step if layer and layer.residual else None,
+                "lost": layer.lost if layer else None,
+                "lost_drift": layer.lost_drift if layer else None,
                 "nbytes": version.nbytes,
                 "drift": plan.drift.get(name, 0.0) if plan else None,
                 "threshold": first.threshold,

@@ -17,10 +17,10 @@ from layercheck.errors import ConfigError
 from layercheck.export.composite import Composite
 from layercheck.layers import ParamSpec
 from layercheck.persistence.elements import TORCH_DTYPES, elements
-from layercheck.persistence.shard_file import DTYPE_BYTES
+from layercheck.persistence.shard_file import DTYPE_BYTES, MASTER
 from layercheck.recovery.fetch import FetchedSlice
 from layercheck.recovery.scatter import Array
-from layercheck.zero3 import FROZEN, MASTER
+from layercheck.zero3 import FROZEN
 
 MAX_FILE_BYTES = 5_000_000_000
 """A larger model is split over several files, as `save_pretrained` does."""

@@ -28,8 +28,9 @@ from layercheck.groups import OptimizerGroup, split_by_size
 from layercheck.layers import ParamSpec
 from layercheck.manifest import TrainerState
 from layercheck.persistence.scalars import unpack_scalar
+from layercheck.persistence.shard_file import MASTER
 from layercheck.recovery.fetch import FetchedSlice
-from layercheck.zero3 import FROZEN, MASTER
+from layercheck.zero3 import FROZEN
 
 SUB_GROUP_SIZE = 1_000_000_000
 """DeepSpeed's default of `zero_optimization.sub_group_size`; it decides how groups are cut."""

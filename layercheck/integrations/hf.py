@@ -27,8 +27,8 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from layercheck.errors import ConfigError, EngineRefusedError, FencedError
-from layercheck.manifest import ResumePoint
 from layercheck.model_facts import tokenizer_files
+from layercheck.receipt import ResumePoint
 from layercheck.session import RngPolicy, Session, attach
 from layercheck.zero3 import layer_groups
 

@@ -1,10 +1,11 @@
 """One rank's file of one event: the safetensors layout, written and read without torch.
 
 A file is `<8 bytes: header length><JSON header><data>`. Tensors are 1-D slices named `<parameter>/fp32`,
-`<parameter>/exp_avg`, ...; all tensors of a layer lie together, so a layer is one byte range. The header's
-`__metadata__` (strings only, by the format) holds one JSON text for each parameter and one, `layercheck`, for
-the file. The checksums in a commit cover the data of each layer; `digest` inside `layercheck` covers the
-header, since a wrong offset or Adam step is as bad as a wrong weight (I6).
+`<parameter>/exp_avg`, ..., those of a residual `<parameter>/residual` and `<parameter>/residual_scale`; all
+tensors of a layer lie together, so a layer is one byte range. The header's `__metadata__` (strings only, by
+the format) holds one JSON text for each parameter and one, `layercheck`, for the file. The checksums in a
+commit cover the data of each layer; `digest` inside `layercheck` covers the header, since a wrong offset or
+Adam step is as bad as a wrong weight (I6).
 """
 
 import json
@@ -24,6 +25,11 @@ DTYPE_BYTES = {
 }  # fmt: skip
 """safetensors dtype -> bytes of an element."""
 
+MASTER = "fp32"
+"""Tensor of the weights that the optimizer updates."""
+RESIDUAL, SCALE = "residual", "residual_scale"
+"""Tensors of a residual: codes, I8 or (two in a byte) U8, and a BF16 scale for each block of values."""
+
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -39,6 +45,17 @@ class StateScalar(BaseModel):
     value: int | float
 
 
+class ResidualMeta(BaseModel):
+    """How the values of a residual are coded, and the version that they add to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bits: Literal[4, 8]
+    block: int = Field(ge=2, multiple_of=2)
+    base_step: int = Field(ge=0)
+    base_attempt: int = Field(ge=1)
+
+
 class SliceMeta(BaseModel):
     """What one rank holds of one parameter. `state` is the scalar state of its sub-group."""
 
@@ -51,6 +68,8 @@ class SliceMeta(BaseModel):
     offset: int = Field(ge=0)
     numel: int = Field(ge=0)
     state: dict[str, StateScalar] = {}
+    residual: ResidualMeta | None = None
+    """None in a version; such a header has no such key."""
 
 
 class RngState(BaseModel):
@@ -151,7 +170,9 @@ class ShardHeader:
 
 def layout(tensors: Sequence[ShardTensor], slices: Sequence[SliceMeta], about: ShardAbout) -> ShardLayout:
     """Places tensors one after another, in the order given; all of one layer must follow each other."""
-    metadata = {meta.parameter: meta.model_dump_json(exclude={"parameter"}) for meta in slices}
+    metadata = {
+        meta.parameter: meta.model_dump_json(exclude={"parameter"}, exclude_none=True) for meta in slices
+    }
     assert len(metadata) == len(slices), "two slices of one parameter in one file"
     assert "layercheck" not in metadata, "a parameter named 'layercheck'"
     entries: dict[str, Any] = {}

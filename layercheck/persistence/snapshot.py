@@ -16,16 +16,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from layercheck.decision import LayerWrite, PersistDecision
 from layercheck.errors import StorageError
-from layercheck.manifest import EventId, LayerWrite, PersistDecision, TrainerState
+from layercheck.manifest import EventId, TrainerState
 from layercheck.partition import ParamSlice
 from layercheck.persistence.copier import Copied, Copier
 from layercheck.persistence.elements import DTYPE_NAMES
+from layercheck.persistence.quantise import Code
+from layercheck.persistence.recode import Piece
 from layercheck.persistence.shard_file import (
+    MASTER,
+    RESIDUAL,
+    SCALE,
+    ResidualMeta,
     RngState,
     ShardAbout,
     ShardLayout,
@@ -160,13 +168,14 @@ class BlockStream:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One event of one rank on its way to the storage."""
+    """One event of one rank on its way to the storage. `pieces` are what the stream holds, in order."""
 
     event: EventId
     writes: tuple[LayerWrite, ...]
     trainer_state: TrainerState
     layout: ShardLayout
     stream: BlockStream
+    pieces: tuple[Piece, ...] = ()
 
 
 class SnapshotTaker:
@@ -177,13 +186,22 @@ class SnapshotTaker:
         pool: host buffers, pinned if the copier needs that.
         wait_s: limit of the wait for a free buffer.
         copier: fills them.
+        code: of residuals.
     """
 
-    def __init__(self, zero3: Zero3Engine, pool: StagingPool, wait_s: float, copier: Copier) -> None:
+    def __init__(
+        self,
+        zero3: Zero3Engine,
+        pool: StagingPool,
+        wait_s: float,
+        copier: Copier,
+        code: Code | None = None,
+    ) -> None:
         self._zero3 = zero3
         self._pool = pool
         self._wait_s = wait_s
         self._copier = copier
+        self._code = code
         self.take_stall_s = copier.take_stall_s
         self.close = zero3.on_update(lambda group, lr: copier.hold_back(), lambda group: None)
 
@@ -203,11 +221,14 @@ class SnapshotTaker:
         Raises:
             StorageError: no staging memory became free in time; the event is then lost, training may go on.
         """
-        parts = [part for write in decision.writes for part in self._zero3.slices[write.layer]]
-        shard, sources = lay_out(self._zero3, event, parts, rng)
-        data_bytes = shard.total - len(shard.header)
-        stream = BlockStream(self._pool, streaming=data_bytes > self._pool.capacity_bytes)
-        snapshot = Snapshot(event, decision.writes, trainer_state, shard, stream)
+        content = Content(self._zero3, event)
+        for write in decision.writes:
+            for part in self._zero3.slices[write.layer]:
+                content.add(part, write.base_in(event), self._code)
+        shard, sources = content.layout(rng), content.sources
+        staged_bytes = sum(piece.nbytes for piece in content.pieces)
+        stream = BlockStream(self._pool, streaming=staged_bytes > self._pool.capacity_bytes)
+        snapshot = Snapshot(event, decision.writes, trainer_state, shard, stream, tuple(content.pieces))
         submit(snapshot)
         complete = False
         try:
@@ -233,35 +254,77 @@ class SnapshotTaker:
         stream.append(block, used, self._copier.mark())
 
 
-def lay_out(
-    zero3: Zero3Engine, event: EventId, parts: list[ParamSlice], rng: RngState | None = None
-) -> tuple[ShardLayout, list[Tensor]]:
-    """The file of these slices as they are now, and the live tensors that fill it, in the file's order."""
-    tensors: list[ShardTensor] = []
-    slices: list[SliceMeta] = []
-    sources: list[Tensor] = []
-    for part in parts:
-        name = part.spec.name
-        slices.append(
-            SliceMeta(
-                parameter=name,
-                layer=part.layer,
-                step=event.step,
-                shape=part.spec.shape,
-                offset=part.offset,
-                numel=part.numel,
-                state={k: StateScalar(**v) for k, v in zero3.scalars(part).items()},
-            )
+class Content:
+    """What one rank puts into the file of one event; `sources` are the live tensors to be staged for it."""
+
+    def __init__(self, zero3: Zero3Engine, event: EventId) -> None:
+        self._zero3, self._event = zero3, event
+        self._tensors: list[ShardTensor] = []
+        self._slices: list[SliceMeta] = []
+        self.sources: list[Tensor] = []
+        self.pieces: list[Piece] = []
+
+    def add(self, part: ParamSlice, base: tuple[int, int] | None = None, code: Code | None = None) -> None:
+        """Adds a slice as it is now or, with a base, how far it is from there."""
+        if base is None:
+            self._slices.append(self._meta(part, self._zero3.scalars(part)))
+            for state, tensor in self._zero3.tensors(part).items():
+                self._tensor(part, state, DTYPE_NAMES[tensor.dtype], part.numel)
+                self._stage(part, state, tensor)
+            return
+        assert code is not None, f"a residual of {part.layer}, and residual.enabled is off"
+        about = ResidualMeta(bits=code.bits, block=code.block, base_step=base[0], base_attempt=base[1])
+        self._slices.append(self._meta(part, {}, about))
+        self._tensor(part, RESIDUAL, code.dtype, code.num_codes(part.numel))
+        self._tensor(part, SCALE, "BF16", code.num_scales(part.numel))
+        self._stage(part, MASTER, self._zero3.tensors(part)[MASTER], base, code)
+
+    def layout(self, rng: RngState | None = None) -> ShardLayout:
+        """Where everything will lie in the file."""
+        event = self._event
+        about = ShardAbout(
+            step=event.step,
+            attempt=event.attempt,
+            part=event.part,
+            rank=self._zero3.rank,
+            world_size=self._zero3.world_size,
+            rng=rng,
         )
-        for state, tensor in zero3.tensors(part).items():
-            tensors.append(ShardTensor(name, state, part.layer, DTYPE_NAMES[tensor.dtype], part.numel))
-            sources.append(tensor)
-    about = ShardAbout(
-        step=event.step,
-        attempt=event.attempt,
-        part=event.part,
-        rank=zero3.rank,
-        world_size=zero3.world_size,
-        rng=rng,
-    )
-    return layout(tensors, slices, about), sources
+        return layout(self._tensors, self._slices, about)
+
+    def _meta(
+        self, part: ParamSlice, state: dict[str, dict[str, Any]], residual: ResidualMeta | None = None
+    ) -> SliceMeta:
+        return SliceMeta(
+            parameter=part.spec.name,
+            layer=part.layer,
+            step=self._event.step,
+            shape=part.spec.shape,
+            offset=part.offset,
+            numel=part.numel,
+            state={key: StateScalar(**value) for key, value in state.items()},
+            residual=residual,
+        )
+
+    def _tensor(self, part: ParamSlice, state: str, dtype: str, numel: int) -> None:
+        self._tensors.append(ShardTensor(part.spec.name, state, part.layer, dtype, numel))
+
+    def _stage(
+        self,
+        part: ParamSlice,
+        state: str,
+        tensor: Tensor,
+        base: tuple[int, int] | None = None,
+        code: Code | None = None,
+    ) -> None:
+        nbytes = tensor.numel() * tensor.element_size()
+        self.sources.append(tensor)
+        self.pieces.append(Piece(part.layer, part.spec.name, state, nbytes, base, code))
+
+
+def lay_out(zero3: Zero3Engine, event: EventId, parts: list[ParamSlice]) -> tuple[ShardLayout, list[Tensor]]:
+    """The file of these slices as they are now, and the live tensors that fill it, in the file's order."""
+    content = Content(zero3, event)
+    for part in parts:
+        content.add(part)
+    return content.layout(), content.sources

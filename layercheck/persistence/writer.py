@@ -14,12 +14,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import xxhash
 
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import CoordinatorLostError, FencedError, LayerCheckError, StorageError
 from layercheck.manifest import ShardRecord
+from layercheck.persistence.bases import BaseCopies
+from layercheck.persistence.recode import recoded
 from layercheck.persistence.shard_file import ShardLayout
 from layercheck.persistence.snapshot import Snapshot
 from layercheck.persistence.storage import Storage
@@ -69,6 +72,7 @@ class ShardWriter:
         *,
         retries: int,
         timeout_s: float,
+        bases: BaseCopies | None = None,
     ) -> None:
         self._storage = storage
         self._coordinator = coordinator
@@ -76,6 +80,7 @@ class ShardWriter:
         self._world_size = world_size
         self._retries = retries
         self._timeout_s = timeout_s
+        self._bases = bases
         self._jobs: queue.SimpleQueue[tuple[Snapshot, PendingReport | None] | None] = queue.SimpleQueue()
         self._lock = threading.Condition()
         self._backlog_bytes = 0
@@ -192,7 +197,7 @@ class ShardWriter:
 
     def _write(self, snapshot: Snapshot) -> list[ShardRecord]:
         started = time.monotonic()
-        content = HashedBytes(snapshot.layout, snapshot.stream.chunks(self._timeout_s))
+        content = HashedBytes(snapshot.layout, self._data(snapshot))
         file = snapshot.event.shard_file(self._rank)
         self._storage.write(file, content)
         finished = time.monotonic()
@@ -215,9 +220,23 @@ class ShardWriter:
                 reason=write.reason,
                 snapshot_s=snapshot.stream.copy_s,
                 write_s=finished - started,
+                **_kind(write.base_in(snapshot.event)),
             )
             for write in snapshot.writes
         ]
 
+    def _data(self, snapshot: Snapshot) -> Iterator[memoryview]:
+        """What was staged, as it stands in the file."""
+        chunks = snapshot.stream.chunks(self._timeout_s)
+        if self._bases is None:
+            return chunks
+        event = snapshot.event
+        return recoded(snapshot.pieces, chunks, self._bases, (event.step, event.attempt))
+
     def _report(self, snapshot: Snapshot, records: tuple[ShardRecord, ...]) -> None:
         self._coordinator.record(snapshot.event, self._rank, records, snapshot.trainer_state)
+
+
+def _kind(base: tuple[int, int] | None) -> dict[str, Any]:
+    """What only the row of a residual has."""
+    return {} if base is None else {"kind": "residual", "base_step": base[0], "base_attempt": base[1]}

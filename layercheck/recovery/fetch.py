@@ -5,26 +5,40 @@ and only one block is held beside the slices, however large the shard and whatev
 place may be live memory: then it holds unchecked bytes until `fetch` returns the layer, and nobody may use
 them before. A shard whose checksum is wrong is read once more; if it is wrong again it is reported as bad,
 and the caller gets a plan with an older version of that layer, which is fetched over it.
+
+A residual is added to the weights once the version and all of the residual have been checked.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import xxhash
 
 from layercheck.errors import DamagedShardError, StorageError
 from layercheck.layers import ParamSpec
-from layercheck.manifest import BadShard, LayerPlan, ShardRecord
+from layercheck.manifest import BadShard, LayerPlan, ResidualPlan, ShardRecord
+from layercheck.persistence.bases import BaseCopies
 from layercheck.persistence.damage import is_damage
-from layercheck.persistence.shard_file import DTYPE_BYTES, ShardHeader, TensorRange, read_header
+from layercheck.persistence.quantise import Floats
+from layercheck.persistence.shard_file import (
+    DTYPE_BYTES,
+    MASTER,
+    ShardHeader,
+    SliceMeta,
+    TensorRange,
+    read_header,
+)
 from layercheck.persistence.storage import Storage
+from layercheck.recovery.residual import distance
 from layercheck.recovery.scatter import Array, Run, blocks, in_order
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _LOOKS = 2
 _TRIES = 8
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
@@ -81,6 +95,7 @@ class Fetcher:
         storage: the run's `layercheck` folder.
         keys: which tensors of a parameter are wanted (`fp32`, `exp_avg`, ...); None means all.
         sleep: lets seconds pass while the storage does not answer.
+        bases: get the weights of every version, before a residual is added.
     """
 
     def __init__(
@@ -88,8 +103,9 @@ class Fetcher:
         storage: Storage,
         keys: frozenset[str] | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        bases: BaseCopies | None = None,
     ) -> None:
-        self._storage, self._sleep = storage, sleep
+        self._storage, self._sleep, self._bases = storage, sleep, bases
         self._keys = keys
         self._headers: dict[str, _IndexedHeader] = {}
         self._spare: Array = np.empty(BLOCK_BYTES, dtype=np.uint8)
@@ -119,16 +135,63 @@ class Fetcher:
         for shard in plan.shards:
             if not _overlaps(shard, wanted):
                 continue
-            for name, count in self._checked(shard, wanted, slices, room).items():
+            found = self._checked(shard, partial(self._read, shard, wanted, slices, room))
+            for name, count in found.items():
                 missing[name] -= count
         short = [name for name, count in missing.items() if count]
         if short:
             raise _BadShardError(plan.shards[0], f"the shards do not cover parameter {short[0]}")
+        if self._bases is not None:
+            self._bases.keep(plan.layer, (plan.step, plan.attempt), _weights(slices))
+        if plan.residual is not None:
+            self._add_residual(plan, plan.residual, wanted, _weights(slices))
         return FetchedLayer(plan.layer, plan.step, slices)
 
-    def _checked(
-        self, shard: ShardRecord, wanted: Sequence[Wanted], slices: dict[str, FetchedSlice], room: Room
-    ) -> dict[str, int]:
+    def _add_residual(
+        self,
+        plan: LayerPlan,
+        residual: ResidualPlan,
+        wanted: Sequence[Wanted],
+        weights: dict[str, Floats],
+    ) -> None:
+        """Nothing is added before all of it has been read and checked."""
+        added = {name: np.zeros_like(values) for name, values in weights.items()}
+        missing = {want.spec.name: want.numel for want in wanted if want.spec.name in weights}
+        for shard in residual.shards:
+            if not _overlaps(shard, wanted):
+                continue
+            held = self._checked(shard, partial(self._distances, plan, shard, wanted))
+            for name, at, values in held:
+                added[name][at : at + values.size] = values
+                missing[name] -= values.size
+        short = [name for name, count in missing.items() if count]
+        if short:
+            raise _BadShardError(residual.shards[0], f"the residual does not cover parameter {short[0]}")
+        for name, values in weights.items():
+            values += added[name]
+
+    def _distances(
+        self, plan: LayerPlan, shard: ShardRecord, wanted: Sequence[Wanted]
+    ) -> list[tuple[str, int, Floats]]:
+        """What a shard of a residual holds of the wanted slices: (parameter, place in the slice, values)."""
+        header = self._header(shard)
+        raw = np.empty(shard.nbytes, dtype=np.uint8)
+        self._storage.read_into(shard.file, shard.begin, raw.data)
+        _check_digest(shard, xxhash.xxh3_128_hexdigest(raw.data))
+        self.nbytes += shard.nbytes
+        found = []
+        for want in wanted:
+            held = self._held(header, shard, want)
+            begin = max(held.offset, want.offset)
+            count = min(held.offset + held.numel, want.offset + want.numel) - begin
+            if count > 0:
+                tensors = {tensor.state: tensor for tensor in header.of_parameter[want.spec.name]}
+                values = distance(plan, held, tensors, raw, shard.begin)
+                first = begin - held.offset
+                found.append((want.spec.name, begin - want.offset, values[first : first + count]))
+        return found
+
+    def _checked(self, shard: ShardRecord, read: Callable[[], T]) -> T:
         """Damage is looked at twice; a storage that does not answer is asked for a while.
 
         Raises:
@@ -137,7 +200,7 @@ class Fetcher:
         failed, pause_s = 0, _FIRST_PAUSE_S
         while True:
             try:
-                return self._read(shard, wanted, slices, room)
+                return read()
             except StorageError as error:
                 self._headers.pop(shard.file, None)
                 failed += 1
@@ -169,10 +232,7 @@ class Fetcher:
             self._storage.read_into(shard.file, begin, *(part.data for part in memory))
             for part in memory:
                 digest.update(part.data)
-        if digest.hexdigest() != shard.xxh3_128:
-            raise DamagedShardError(
-                f"{shard.file}: checksum of layer {shard.layer} is {digest.hexdigest()}, not {shard.xxh3_128}"
-            )
+        _check_digest(shard, digest.hexdigest())
         self.nbytes += shard.nbytes
         return counts
 
@@ -183,6 +243,14 @@ class Fetcher:
             _check_identity(header, shard)
             self._headers[shard.file] = header
         return header
+
+    def _held(self, header: "_IndexedHeader", shard: ShardRecord, want: Wanted) -> SliceMeta:
+        held = header.slices.get(want.spec.name)
+        if held is None or held.shape != want.spec.shape:
+            raise _BadShardError(
+                shard, f"{shard.file} has no parameter {want.spec.name} of {want.spec.shape}"
+            )
+        return held
 
     def _blocks(self, shard: ShardRecord, runs: list[Run]) -> Iterator[tuple[int, list[Array]]]:
         """The layer's bytes in the file, in order, and where they go; the spare memory is used again."""
@@ -196,11 +264,7 @@ class Fetcher:
         self, header: "_IndexedHeader", shard: ShardRecord, want: Wanted, into: FetchedSlice, room: Room
     ) -> tuple[int, list[Run]]:
         """Where a shard's bytes of one wanted slice go; (elements, runs). Makes room in `into`."""
-        held = header.slices.get(want.spec.name)
-        if held is None or held.shape != want.spec.shape:
-            raise _BadShardError(
-                shard, f"{shard.file} has no parameter {want.spec.name} of {want.spec.shape}"
-            )
+        held = self._held(header, shard, want)
         into.scalars = {key: scalar.model_dump() for key, scalar in held.state.items()}
         begin = max(held.offset, want.offset)
         count = max(0, min(held.offset + held.numel, want.offset + want.numel) - begin)
@@ -257,6 +321,18 @@ def part_of(numel: int, rank: int, world_size: int) -> tuple[int, int]:
     part = -(-numel // world_size)
     begin = min(rank * part, numel)
     return begin, min(part, numel - begin)
+
+
+def _weights(slices: dict[str, FetchedSlice]) -> dict[str, Floats]:
+    """The fp32 weights by parameter, as far as they were wanted."""
+    return {n: part.tensors[MASTER].view(np.float32) for n, part in slices.items() if MASTER in part.tensors}
+
+
+def _check_digest(shard: ShardRecord, digest: str) -> None:
+    if digest != shard.xxh3_128:
+        raise DamagedShardError(
+            f"{shard.file}: checksum of layer {shard.layer} is {digest}, not {shard.xxh3_128}"
+        )
 
 
 def _check_identity(header: "_IndexedHeader", shard: ShardRecord) -> None:

@@ -17,10 +17,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from layercheck import lost
 from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient
 from layercheck.errors import LayerCheckError, StorageError
-from layercheck.manifest import BadShard, LayerPlan, Receipt, RecoveryPlan
+from layercheck.manifest import BadShard, LayerPlan, RecoveryPlan
+from layercheck.persistence.bases import BaseCopies
 from layercheck.persistence.storage import Storage
+from layercheck.receipt import Receipt
 from layercheck.recovery import install
 from layercheck.recovery.collectives import count_over_ranks, on_rank_zero
 from layercheck.recovery.fetch import Fetcher
@@ -28,9 +31,14 @@ from layercheck.zero3 import Zero3Engine
 
 
 def restore(
-    zero3: Zero3Engine, storage: Storage, coordinator: CoordinatorClient, grant: AttemptGrant, plan_s: float
+    zero3: Zero3Engine,
+    storage: Storage,
+    coordinator: CoordinatorClient,
+    grant: AttemptGrant,
+    plan_s: float,
+    bases: BaseCopies | None = None,
 ) -> tuple[AttemptGrant, Receipt]:
-    """Brings the engine to the state of `grant.plan`. A collective.
+    """Brings the engine to the state of `grant.plan`; `bases` get its versions' weights. A collective.
 
     Returns:
         The grant that was carried out (amended if shards were bad) and its receipt.
@@ -43,7 +51,7 @@ def restore(
     started = time.monotonic()
     install.start(zero3, grant.plan)
     try:
-        grant, plan, bad = _fetch_all(zero3, Fetcher(storage), coordinator, grant, grant.plan)
+        grant, plan, bad = _fetch_all(zero3, Fetcher(storage, bases=bases), coordinator, grant, grant.plan)
     except BaseException:
         zero3.abandon_install()
         raise
@@ -121,7 +129,7 @@ def _bad_on_any_rank(bad: list[BadShard], device: torch.device) -> tuple[BadShar
 
 
 def _moved(before: LayerPlan | None, after: LayerPlan) -> bool:
-    return before is None or before.shards[0].event != after.shards[0].event
+    return before is None or before.events != after.events
 
 
 def _check_all_replaced(bad: tuple[BadShard, ...], todo: tuple[LayerPlan, ...]) -> None:
@@ -151,6 +159,8 @@ def _receipt(grant: AttemptGrant, plan: RecoveryPlan, bad: tuple[BadShard, ...])
         max_age=plan.max_age,
         weighted_age=plan.weighted_age,
         lost_steps=plan.lost_steps,
+        lost_drift=plan.lost_drift,
+        measure=plan.measure,
         nbytes=plan.nbytes,
         layers=tuple(
             {
@@ -158,7 +168,9 @@ def _receipt(grant: AttemptGrant, plan: RecoveryPlan, bad: tuple[BadShard, ...])
                 "step": layer.step,
                 "attempt": layer.attempt,
                 "age": layer.age,
+                "residual": layer.residual.step if layer.residual else None,
                 "lost": layer.lost,
+                "lost_drift": layer.lost_drift,
                 "reason": layer.reason,
                 "nbytes": layer.nbytes,
                 "fallback": layer.fallback,
@@ -174,10 +186,13 @@ def _receipt(grant: AttemptGrant, plan: RecoveryPlan, bad: tuple[BadShard, ...])
 def in_words(receipt: Receipt) -> str:
     """The line that tells a person what came back: mixed ages are never silent."""
     older = sum(bool(layer["fallback"]) for layer in receipt.layers)
+    added = sum(layer["residual"] is not None for layer in receipt.layers)
+    newer = f" {added} layers with a residual: their moments are older than their weights;" if added else ""
     return (
         f"recovered ({receipt.mode}) after step {receipt.t_fail} (known from {receipt.t_fail_source}):"
         f" going on at step {receipt.resume_step} with layers 0 to {receipt.max_age} steps old,"
-        f" {receipt.weighted_age:.1f} on average, {receipt.lost_steps:.1f} steps of progress lost;"
-        f" {receipt.nbytes} bytes, plan {receipt.plan_s:.2f} s, fetch {receipt.fetch_s:.2f} s,"
+        f" {receipt.weighted_age:.1f} on average, {receipt.lost_steps:.1f} steps of progress lost,"
+        f" movement {lost.in_words(receipt.lost_drift, receipt.measure)};"
+        f"{newer} {receipt.nbytes} bytes, plan {receipt.plan_s:.2f} s, fetch {receipt.fetch_s:.2f} s,"
         f" install {receipt.install_s:.2f} s; {len(receipt.bad)} bad shards, {older} layers fell back"
     )

@@ -58,7 +58,7 @@ def find(zero3: Zero3Engine, storage: Storage, plan: RecoveryPlan) -> tuple[str,
     Returns:
         What the receipt says, and the states; None if no event of the plan holds them for this world size.
     """
-    worlds = {shard.event: shard.world_size for layer in plan.layers for shard in layer.shards}
+    worlds = {shard.event: shard.world_size for layer in plan.layers for shard in layer.all_shards}
     for event in sorted(worlds, key=lambda event: (event.step, event.attempt, event.part), reverse=True):
         fits = worlds[event] == zero3.world_size
         state = _read(storage, event, zero3.rank) if fits else None

@@ -25,7 +25,7 @@ from layercheck.report.tables import Columns, Floats, Ints, LayerWritten, read_p
 MAX_COLUMNS = 240
 LARGEST_RATIO = 99.0
 """Stands for larger ones, and for a layer that was carried as due: its D is infinite."""
-REASONS = ("drift", "age", "full", "preemption")
+REASONS = ("drift", "age", "full", "preemption", "residual")
 _METRICS = ("step", "loss", "step_s", "stall_s", "max_age", "weighted_age")
 _DRIFT = ("step", "layer", "drift", "threshold", "nbytes")
 

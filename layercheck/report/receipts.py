@@ -4,7 +4,8 @@ from html import escape
 from typing import Any
 
 from layercheck.commands.answer import number, size
-from layercheck.manifest import RECOVERY_PHASES
+from layercheck.lost import in_words
+from layercheck.receipt import RECOVERY_PHASES
 from layercheck.report.pieces import html_table, scrolled
 from layercheck.report.spans import share_bar
 
@@ -18,7 +19,8 @@ def receipt_section(receipt: dict[str, Any]) -> str:
         f"t_fail {receipt.get('t_fail')} (from {receipt.get('t_fail_source')}), resumed at step "
         f"{receipt.get('resume_step')} on {receipt.get('world_size')} ranks",
         f"oldest layer {receipt.get('max_age')} steps, size-weighted age "
-        f"{number(receipt.get('weighted_age'))}, lost steps {number(receipt.get('lost_steps'))}",
+        f"{number(receipt.get('weighted_age'))}, lost steps {number(receipt.get('lost_steps'))}, lost "
+        f"movement {in_words(receipt.get('lost_drift'), receipt.get('measure') or '')}",
         f"{size(receipt.get('nbytes') or 0)} read; {known or 'no times known'}",
         f"loss 20 steps later: {'not reached' if later is None else number(later, 5)}; random numbers: "
         f"{receipt.get('rng')}",
@@ -49,11 +51,24 @@ def _bad(receipt: dict[str, Any]) -> str:
 
 
 def _layers(receipt: dict[str, Any]) -> str:
-    header = ("layer", "version of step", "attempt", "age", "lost", "size", "reason", "")
+    header = (
+        "layer",
+        "version of step",
+        "attempt",
+        "age",
+        "lost",
+        "lost drift",
+        "residual of step",
+        "size",
+        "reason",
+        "",
+    )
     rows = [
         [
             str(layer["name"]),
             *(str(layer[key]) for key in ("step", "attempt", "age", "lost")),
+            number(layer.get("lost_drift")),
+            "-" if layer.get("residual") is None else str(layer["residual"]),
             size(layer["nbytes"]),
             str(layer["reason"]),
             "an older version: the newest was damaged" if layer["fallback"] else "",
@@ -61,4 +76,4 @@ def _layers(receipt: dict[str, Any]) -> str:
         for layer in receipt.get("layers") or ()
     ]
     title = f"Versions that attempt {receipt.get('attempt')} loaded"
-    return html_table(title, header, rows, text=(6, 7))
+    return html_table(title, header, rows, text=(8, 9))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layercheck.manifest import RECOVERY_PHASES
+from layercheck.receipt import RECOVERY_PHASES
 from layercheck.report.lives import AttemptRow
 from layercheck.report.tables import Columns
 

@@ -38,11 +38,13 @@ def check_patterns(layers: tuple[LayerSpec, ...], config: LayerCheckConfig) -> N
     Raises:
         ConfigError: names the pattern and the layers there are.
     """
-    for pattern in config.k0_factors:
+    patterns = [("k0_factors", pattern) for pattern in config.k0_factors]
+    patterns += [("residual.exclude", pattern) for pattern in config.residual.exclude]
+    for knob, pattern in patterns:
         if not any(fnmatchcase(layer.name, pattern) for layer in layers):
             names = [layer.name for layer in layers]
             raise ConfigError(
-                f"k0_factors: {pattern!r} fits no trainable layer of {', '.join(names)}", layers=names
+                f"{knob}: {pattern!r} fits no trainable layer of {', '.join(names)}", layers=names
             )
 
 

@@ -11,8 +11,10 @@ from math import ceil, inf, isfinite
 from typing import Any, Self
 
 from layercheck.config import LayerCheckConfig
+from layercheck.decision import LayerWrite, PersistDecision
 from layercheck.layers import LayerMap, LayerSpec
-from layercheck.manifest import DriftReport, LayerWrite, PersistDecision, RecoveryPlan
+from layercheck.lost import over_all
+from layercheck.manifest import DriftReport, RecoveryPlan
 from layercheck.tracking.budget import BudgetController
 from layercheck.tracking.calibrate import (
     RateMeter,
@@ -25,7 +27,8 @@ from layercheck.tracking.calibrate import (
 )
 from layercheck.tracking.policy import LayerFacts, PolicyFacts, threshold
 from layercheck.tracking.still import StillLayers
-from layercheck.tracking.versions import LayerState, Versions, first_staggers
+from layercheck.tracking.unsaved import Unsaved
+from layercheck.tracking.versions import LayerState, Versions, first_staggers, live_full
 
 _FIRST_MARGIN = 5
 _DELAYS_KEPT = 20
@@ -70,6 +73,7 @@ class Ledger:
     lag: int
     meter: RateMeter
     versions: Versions
+    unsaved: Unsaved
     lr: float = 0.0
     k0: float | None = None
     lr_ref: float | None = None
@@ -93,7 +97,10 @@ class Ledger:
         """The ledger of a run that begins: no version of anything."""
         check_patterns(layer_map.trainable, config)
         versions = Versions({layer.name: LayerState() for layer in layer_map.layers})
-        ledger = cls(layer_map, config, initial_lr, lag, RateMeter(measure_name(config)), versions)
+        measure = measure_name(config)
+        # From a residual on no distance is measured.
+        unsaved = Unsaved.since(0, layer_map, config.drift.norm if config.residual.enabled else measure)
+        ledger = cls(layer_map, config, initial_lr, lag, RateMeter(measure), versions, unsaved)
         if config.overhead_budget is not None:
             ledger.budget = BudgetController(config.overhead_budget)
         return ledger
@@ -121,6 +128,10 @@ class Ledger:
             if config.drift.kind == "displacement":
                 layer.drift = 0.0  # the reference is gone: distance counts from the recovered weights
         ledger._observed_step = ledger._event_step = ledger.began = plan.resume_step - 1
+        ledger.unsaved = Unsaved.since(ledger.began, layer_map, ledger.unsaved.measure)
+        for version in plan.layers:
+            if version.trainable:
+                ledger.unsaved.layers[version.layer].base = (version.step, version.attempt)
         ledger._restore(plan.trainer_state.get("layercheck", {}), plan)
         return ledger
 
@@ -136,7 +147,7 @@ class Ledger:
         for name in state.get("overdue", ()):
             # A second failure came before this layer was selected again: the journaled D says nothing of it.
             self.versions.layers[name].overdue = True
-        newest_full = _live_full(plan, self._names, int(state.get("newest_full", -1)))
+        newest_full = live_full(plan, self._names, int(state.get("newest_full", -1)))
         self.versions.newest_full = self.versions.committed_full = newest_full
         self._calibrate(self.began)
         gap = max(1, plan.t_fail - int(state.get("began", 0)))
@@ -177,16 +188,20 @@ class Ledger:
         self.lr = report.lr
         lost = tuple(step for step in sorted(report.lost_steps) if self.versions.lose(step))
         committed = tuple(step for step in self.versions.in_flight if step <= report.committed_step)
+        for step in lost:
+            self.unsaved.lose(step)
         for step in committed:
-            self.versions.commit(step)
+            self._commit(step)
             self._delays.append(max(0, report.step - step))
-        if report.demoted is not None:
-            self.versions.demote(report.demoted.layer, report.demoted.step)
+        rotten = report.demoted
+        if rotten is not None and self.versions.demote(rotten.layer, rotten.step):
+            self.unsaved.drop_base(rotten.layer)
         still: tuple[str, ...] = ()
         if report.step > self._observed_step:
             self._observed_step = report.step
             still = self.still.observe(report.delta, report.lr)
             self._add_drift(report)
+            self.unsaved.observe(report)
             self._adapt_to_failures(report.step)
             self._adapt_to_budget(report)
         return LedgerEvents(committed, lost, still)
@@ -219,26 +234,27 @@ class Ledger:
         assert self._event_step != decision.step, f"two events at step {decision.step}"
         self._event_step = decision.step
         full = any(write.reason == "full" for write in decision.writes)
-        self.versions.take(decision.step, [write.layer for write in decision.writes], full)
+        self._take(decision.step, [write.layer for write in decision.versions], full)
+        self.unsaved.take_residuals(decision.step, [write.layer for write in decision.residuals])
         if full:
             self._stagger()
         else:
-            self._count_reasons(decision.step, decision.writes)
+            self._count_reasons(decision.step, decision.versions)
 
     def saved_now(self, step: int) -> None:
         """A full event of this step, outside the policy's schedule, is committed (I10)."""
         for earlier in self.versions.in_flight:
-            self.versions.commit(earlier)
-        self.versions.take(step, self.full_set, full=True)
-        self.versions.commit(step)
+            self._commit(earlier)
+        self._take(step, self.full_set, full=True)
+        self._commit(step)
         self._event_step = step
         self._stagger()
 
     def saved_parts(self, parts: Iterable[PersistDecision]) -> None:
         """Parts of a last save, outside the policy's schedule, are committed (preemption)."""
         for part in parts:
-            self.versions.take(part.step, [write.layer for write in part.writes], full=False)
-            self.versions.commit(part.step)
+            self._take(part.step, [write.layer for write in part.writes], full=False)
+            self._commit(part.step)
 
     # ---------------------------------------------------------------------------------------------- readings
 
@@ -274,9 +290,8 @@ class Ledger:
 
     def weighted_age(self, step: int) -> float:
         """sum(n_l * age_l) / sum(n_l) against committed versions (paper 3.3)."""
-        ages, layers = self.ages(step), self.layer_map.trainable
-        total = sum(layer.numel for layer in layers)
-        return sum(layer.numel * ages[layer.name] for layer in layers) / max(total, 1)
+        ages = self.ages(step)
+        return over_all("", ((layer.numel, ages[layer.name]) for layer in self.layer_map.trainable))
 
     @property
     def age_dominates(self) -> bool:
@@ -287,6 +302,15 @@ class Ledger:
         return 2 * sum(by_age for _, by_age in self._reasons) > len(self._reasons)
 
     # ---------------------------------------------------------------------------------------------- internal
+
+    def _take(self, step: int, names: Iterable[str], full: bool) -> None:
+        names = tuple(names)
+        self.versions.take(step, names, full)
+        self.unsaved.take(step, names)
+
+    def _commit(self, step: int) -> None:
+        self.versions.commit(step)
+        self.unsaved.commit(step)
 
     def _stagger(self) -> None:
         for name, stagger in first_staggers(self.layer_map).items():
@@ -317,6 +341,7 @@ class Ledger:
             in_flight=spec.name in in_flight,
             overdue=layer.overdue,
             stagger=layer.stagger,
+            residual=self.unsaved.residual_of(spec.name),
         )
 
     def _add_drift(self, report: DriftReport) -> None:
@@ -367,15 +392,3 @@ class Ledger:
         self._reasons.extend((step, write.reason == "age") for write in writes)
         while self._reasons and self._reasons[0][0] <= step - REASON_WINDOW:
             self._reasons.popleft()
-
-
-def _live_full(plan: RecoveryPlan, trainable: tuple[str, ...], announced: int) -> int:
-    """Step of the newest full event that is surely live after a recovery, -1 for none.
-
-    A live full event leaves no trainable layer with an older version. If some layer is older, the full event
-    was lost (or is damaged), and the policy owes a new one at once.
-    """
-    versions = [version for version in plan.layers if version.layer in trainable]
-    oldest = min((version.step for version in versions), default=-1)
-    steps = [version.step for version in versions if version.reason == "full"]
-    return max((step for step in (*steps, announced) if step <= oldest), default=-1)

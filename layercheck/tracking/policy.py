@@ -9,12 +9,27 @@ from dataclasses import dataclass
 from math import inf
 
 from layercheck.config import LayerCheckConfig
+from layercheck.decision import LayerWrite, PersistDecision
 from layercheck.layers import LayerKind
-from layercheck.manifest import LayerWrite, PersistDecision
 from layercheck.tracking.calibrate import layer_factor
 
 _K_FLOOR = 0.01
 """K_min as a part of K0: at the end of a decaying schedule K must not reach 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualFacts:
+    """What is known of a layer that can have a residual now.
+
+    Attributes:
+        base: (step, attempt) of its newest version, which is committed; attempt 0 for this one.
+        drift: path since its newest version or residual.
+        is_first: it had no residual since that version.
+    """
+
+    base: tuple[int, int]
+    drift: float
+    is_first: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +43,7 @@ class LayerFacts:
         in_flight: a version of this layer is selected and not yet known to be committed.
         overdue: its selected event never became live before a recovery: due whatever its drift.
         stagger: factor of K for the first write after a full event, else 1.
+        residual: None where none can be taken.
     """
 
     name: str
@@ -39,6 +55,7 @@ class LayerFacts:
     in_flight: bool = False
     overdue: bool = False
     stagger: float = 1.0
+    residual: ResidualFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +89,8 @@ def decide(facts: PolicyFacts, config: LayerCheckConfig) -> PersistDecision:
 
     A full event is owed at step 0, in the warm-up every `warmup_full_every` steps and at its end (the base),
     later every `full_every` steps; one that was lost is owed again at once. After the warm-up any other step
-    may take a selective event. Asking again at the same step, as ranks that wait do, selects nothing twice.
+    may take a selective event, of versions and residuals. Asking again at the same step, as ranks that wait
+    do, selects nothing twice.
     """
     writes: tuple[LayerWrite, ...] = ()
     if facts.event_taken:
@@ -81,6 +99,7 @@ def decide(facts: PolicyFacts, config: LayerCheckConfig) -> PersistDecision:
         writes = _full_event(facts, config)
     elif facts.step > config.warmup_steps:
         writes = _selective_event(facts, config)
+        writes += _residuals(facts, config, writes)
     return PersistDecision(step=facts.step, writes=writes, must_wait=must_wait(facts, config))
 
 
@@ -196,6 +215,52 @@ def _urgent(facts: PolicyFacts, config: LayerCheckConfig, room: float) -> list[L
             late = position
     at_limit = sum(layer.selected + limit <= facts.step for layer in order)
     return order[: max(min(first, late), at_limit)]
+
+
+def _residuals(
+    facts: PolicyFacts, config: LayerCheckConfig, versions: tuple[LayerWrite, ...]
+) -> tuple[LayerWrite, ...]:
+    """Layers that moved by `k_ratio` of K since their newest save, the furthest first, in what room is left.
+
+    They count by their bytes, so an event of residuals alone holds many. After a full event the first ones
+    are staggered like the versions, for the same reason.
+    """
+    if not config.residual.enabled:
+        return ()
+    due = []
+    for layer in facts.layers:
+        limit = _residual_threshold(layer, facts, config)
+        if layer.residual is not None and limit is not None and layer.residual.drift > limit:
+            due.append((layer.residual.drift / limit, layer, limit))
+    chosen = {write.layer for write in versions}
+    sizes = {layer.name: float(layer.numel) for layer in facts.layers}
+    room = config.max_event_share * sum(sizes.values()) - sum(sizes[name] for name in chosen)
+    writes: list[LayerWrite] = []
+    for _, layer, limit in sorted(due, key=lambda item: -item[0]):
+        cost = layer.numel * config.residual.share
+        if layer.name not in chosen and (cost <= room or not (versions or writes)):
+            writes.append(_residual(layer, facts, limit))
+            room -= cost
+    return tuple(writes)
+
+
+def _residual_threshold(layer: LayerFacts, facts: PolicyFacts, config: LayerCheckConfig) -> float | None:
+    whole = threshold(layer, facts, config)
+    if whole is None or layer.residual is None or not config.residual.covers(layer.name):
+        return None
+    return config.residual.k_ratio * (whole if layer.residual.is_first else whole / layer.stagger)
+
+
+def _residual(layer: LayerFacts, facts: PolicyFacts, limit: float) -> LayerWrite:
+    assert layer.residual is not None
+    return LayerWrite(
+        layer=layer.name,
+        reason="residual",
+        drift=layer.residual.drift,
+        threshold=limit,
+        age=_age(layer, facts.step),
+        base=layer.residual.base,
+    )
 
 
 def _write(layer: LayerFacts, facts: PolicyFacts, config: LayerCheckConfig) -> LayerWrite:

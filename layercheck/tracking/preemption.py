@@ -6,7 +6,7 @@ Time may end between any two parts, so each part is an event of its own and the 
 from math import inf
 
 from layercheck.config import LayerCheckConfig
-from layercheck.manifest import LayerWrite, PersistDecision
+from layercheck.decision import LayerWrite, PersistDecision
 from layercheck.tracking.policy import LayerFacts, PolicyFacts, threshold
 
 

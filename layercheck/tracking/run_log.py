@@ -4,8 +4,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from layercheck.config import ResidualConfig
+from layercheck.decision import LayerWrite, PersistDecision
 from layercheck.layers import LayerMap
-from layercheck.manifest import DriftReport, LayerWrite, PersistDecision, TrainerState
+from layercheck.manifest import DriftReport, TrainerState
 from layercheck.persistence.storage import Storage
 from layercheck.step_report import StepReport
 from layercheck.tracking.ledger import Ledger
@@ -21,6 +23,7 @@ class RunLog:
         flush_s: seconds between two parts.
         layer_map: the layers, for their sizes.
         layer_nbytes: layer -> bytes of one version, all ranks.
+        residual: what a residual takes of that.
     """
 
     def __init__(
@@ -30,11 +33,13 @@ class RunLog:
         flush_s: float,
         layer_map: LayerMap,
         layer_nbytes: Callable[[str], int],
+        residual: ResidualConfig | None = None,
     ) -> None:
         self._metrics = PartWriter(run_folder, "metrics", attempt, flush_s, METRICS)
         self._drift = PartWriter(run_folder, "drift", attempt, flush_s, DRIFT)
         self._numel = {layer.name: layer.numel for layer in layer_map.layers}
         self._nbytes = layer_nbytes
+        self._residual = residual or ResidualConfig()
         self._last = time.monotonic()
         self._reports: dict[int, DriftReport] = {}
         self._decisions: dict[int, PersistDecision] = {}
@@ -57,7 +62,7 @@ class RunLog:
                 "step_s": now - self._last,
                 "stall_s": costs.stall_s,
                 "layers_written": costs.layers_written,
-                "bytes_written": sum(self._nbytes(write.layer) for write in decision.writes),
+                "bytes_written": sum(map(self._bytes_of, decision.writes)),
                 "max_age": costs.max_age,
                 "weighted_age": costs.weighted_age,
             }
@@ -72,7 +77,7 @@ class RunLog:
             return
         decision, report = self._decisions.pop(step), self._reports.pop(step)
         self._done = step
-        written = {write.layer: write for write in decision.writes}
+        written = {write.layer: write for write in decision.versions}
         thresholds = ledger.thresholds(report.step, report.lr)
         ages, drift = ledger.ages(report.step), ledger.drift
         for name, delta in report.delta.items():
@@ -87,6 +92,11 @@ class RunLog:
                 "nbytes": 0,
             }
             self._drift.add(row | self._written(written.get(name)))
+
+    def _bytes_of(self, write: LayerWrite) -> int:
+        if write.base is None:
+            return self._nbytes(write.layer)
+        return self._residual.nbytes(self._numel[write.layer])
 
     def _written(self, write: LayerWrite | None) -> dict[str, Any]:
         """For a layer that was chosen: what made it due, not what is left after the choice."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from layercheck.layers import LayerMap
+from layercheck.manifest import RecoveryPlan
 
 _SMALLEST_STAGGER = 0.05
 
@@ -144,3 +145,15 @@ def first_staggers(layer_map: LayerMap) -> dict[str, float]:
         staggers[layer.name] = max(_SMALLEST_STAGGER, (before + layer.numel / 2) / total)
         before += layer.numel
     return staggers
+
+
+def live_full(plan: RecoveryPlan, trainable: tuple[str, ...], announced: int) -> int:
+    """Step of the newest full event that is surely live after a recovery, -1 for none.
+
+    A live full event leaves no trainable layer with an older version. If some layer is older, the full event
+    was lost (or is damaged), and the policy owes a new one at once.
+    """
+    versions = [version for version in plan.layers if version.layer in trainable]
+    oldest = min((version.step for version in versions), default=-1)
+    steps = [version.step for version in versions if version.reason == "full"]
+    return max((step for step in (*steps, announced) if step <= oldest), default=-1)

@@ -81,7 +81,7 @@ class _Recorder:
         self.calls: list[str] = []
 
     def resume(self) -> Any:
-        from layercheck.manifest import ResumePoint
+        from layercheck.receipt import ResumePoint
 
         self.engine.global_steps, self.engine.skipped_steps = self.first_step - 1, self.skipped
         return ResumePoint(self.first_step, {"loss": 1.5, "step": self.first_step - 1})

@@ -56,7 +56,10 @@ def test_bytes_events_and_lost_saves_are_counted_once(metrics: Metrics) -> None:
 
 
 def test_what_only_the_ranks_know_comes_with_the_heartbeat(metrics: Metrics) -> None:
-    known = {"max_age": 7, "weighted_age": 2.5, "drift_ratio": 0.9, "inflight_bytes": 4096.0}
+    known = {
+        "max_age": 7, "weighted_age": 2.5, "lost_steps": 1.5, "lost_drift": 0.25, "drift_ratio": 0.9,
+        "inflight_bytes": 4096.0,
+    }  # fmt: skip
     beat(metrics, 1, costs={**known, "stall_s": 1.5})
     beat(metrics, 2, costs={**known, "max_age": 8, "stall_s": 2.0})
     beat(metrics, 1, costs={**known, "max_age": 99, "stall_s": 1.5})  # an older one, delayed on its way
@@ -87,12 +90,15 @@ def test_a_heartbeat_without_figures_is_fine(metrics: Metrics) -> None:
 
 
 def test_a_recovery_counts_once_and_each_phase_when_it_is_known(metrics: Metrics) -> None:
-    receipt = {"detect_s": None, "plan_s": 0.25, "fetch_s": 0.5, "install_s": 0.0, "first_step_s": None}
+    lost = {"lost_steps": 1.5, "lost_drift": 0.25}
+    seconds = {"detect_s": None, "plan_s": 0.25, "fetch_s": 0.5, "install_s": 0.0, "first_step_s": None}
+    receipt = lost | seconds
     metrics.saw("note_receipt", (2, receipt), None)
     metrics.saw("note_receipt", (2, receipt | {"first_step_s": 1.5}), None)
     metrics.saw("note_receipt", (2, receipt | {"first_step_s": 1.5, "loss_20_steps_later": 2.0}), None)
     metrics.saw("note_receipt", (3, {"plan_s": 0.5}), None)
     assert metrics.values == {
+        "recovery_lost_steps": 1.5, "recovery_lost_drift": 0.25,
         "recoveries": 2, "recovery_seconds.plan": 0.75, "recovery_seconds.fetch": 0.5,
         "recovery_seconds.first_step": 1.5,
     }  # fmt: skip
@@ -112,11 +118,14 @@ def test_the_document_names_every_metric_and_no_other() -> None:
 
 def test_a_scraper_sees_every_documented_name(metrics: Metrics) -> None:
     record(metrics, 1)
-    costs = {"max_age": 7, "weighted_age": 2.5, "drift_ratio": 0.9, "inflight_bytes": 4096.0, "stall_s": 1.5}
+    costs = {
+        "max_age": 7, "weighted_age": 2.5, "lost_steps": 1.5, "lost_drift": 0.25, "drift_ratio": 0.9,
+        "inflight_bytes": 4096.0, "stall_s": 1.5,
+    }  # fmt: skip
     metrics.limit(40)
     beat(metrics, 1, costs=costs)
     beat(metrics, 2, costs=costs, committed_step=1, lost_steps=(0,))
-    metrics.saw("note_receipt", (1, {"fetch_s": 0.5}), None)
+    metrics.saw("note_receipt", (1, {"fetch_s": 0.5, "lost_steps": 1.5, "lost_drift": 0.25}), None)
     node = next(node for node in ray.nodes() if node["Alive"])
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     wanted = {f"ray_{PREFIX}{key}" for key in GAUGES} | {f"ray_{PREFIX}{key}_total" for key in COUNTERS}

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.summary import failed_checks, read_receipts, read_summary, show_comparison, show_receipt
 from layercheck.errors import LayerCheckError
-from layercheck.manifest import Receipt
+from layercheck.receipt import Receipt
 
 GOOD = {
     "run": "quickstart",

@@ -29,7 +29,8 @@ def _distance_and_path(norm: str) -> list[tuple[float, float, float]]:
     """(displacement, path, distance by hand) of every layer, 6 steps after a version that came at step 2."""
     import torch
 
-    from layercheck.zero3 import MASTER, Zero3Engine
+    from layercheck.persistence.shard_file import MASTER
+    from layercheck.zero3 import Zero3Engine
 
     engine = micro.build()
     zero3 = Zero3Engine(engine)

@@ -62,7 +62,7 @@ def _cpu_adam(params: Any) -> Any:
 
 def _save_and_recover(storage: str, make: Callable[[Any], Any], build: dict[str, Any]) -> dict[str, Any]:
     """Losses after `save_now` in the run itself and in a fresh engine that recovered; what was written."""
-    from layercheck.zero3 import MASTER
+    from layercheck.persistence.shard_file import MASTER
 
     engine = micro.build(optimizer=make, **build)
     session = open_session(engine, storage)

@@ -13,9 +13,10 @@ def _drift_against_exact(norm: str) -> list[tuple[float, float]]:
     import torch
 
     from layercheck.config import DriftConfig
+    from layercheck.persistence.shard_file import MASTER
     from layercheck.tracking.drift import DriftMeter
     from layercheck.tracking.notices import RankNotices
-    from layercheck.zero3 import MASTER, Zero3Engine
+    from layercheck.zero3 import Zero3Engine
 
     engine = micro.build()
     zero3 = Zero3Engine(engine)

@@ -52,11 +52,12 @@ def test_status_has_the_keys_of_the_contract_from_either_folder(
     code, value = ask(capsys, "status", str(run.folder.parent / below))
     assert code == 0
     assert list(value) == [
-        "run", "attempt", "step", "world_size", "layers", "max_age", "weighted_age", "recoverable",
-        "read_bytes",
+        "run", "attempt", "step", "world_size", "layers", "max_age", "weighted_age", "lost_steps",
+        "lost_drift", "measure", "recoverable", "read_bytes",
     ]  # fmt: skip
     assert list(value["layers"][0]) == [
-        "name", "step", "attempt", "age", "nbytes", "drift", "threshold", "reason",
+        "name", "step", "attempt", "age", "residual", "lost", "lost_drift", "nbytes", "drift", "threshold",
+        "reason",
     ]  # fmt: skip
     assert (value["run"], value["attempt"], value["step"], value["world_size"]) == ("r1", 1, 14, 2)
     assert {layer["name"]: layer["step"] for layer in value["layers"]} == NEWEST
@@ -65,6 +66,8 @@ def test_status_has_the_keys_of_the_contract_from_either_folder(
     }
     assert value["max_age"] == 10
     assert value["weighted_age"] == pytest.approx((10 * 10 + 20 * 2 + 30 * 4) / 60)
+    assert value["lost_steps"] == value["weighted_age"]
+    assert value["lost_drift"] is None, "this coordinator's ranks say nothing of it"
     assert value["read_bytes"] == 60 * 4
     assert value["recoverable"] is True
 
@@ -116,9 +119,11 @@ def test_plan_has_the_keys_of_the_contract(run: RealRun, capsys: pytest.CaptureF
     assert code == 0
     assert list(value) == [
         "mode", "t_fail", "t_fail_source", "resume_step", "world_size", "max_age", "weighted_age",
-        "lost_steps", "nbytes", "layers",
+        "lost_steps", "lost_drift", "measure", "nbytes", "layers",
     ]  # fmt: skip
-    assert list(value["layers"][0]) == ["name", "step", "attempt", "age", "nbytes", "files", "fallback"]
+    assert list(value["layers"][0]) == [
+        "name", "step", "attempt", "age", "residual", "lost", "lost_drift", "nbytes", "files", "fallback",
+    ]  # fmt: skip
     assert (value["mode"], value["t_fail"], value["t_fail_source"]) == ("composite", 14, "journal")
     assert value["resume_step"] == 15
     assert value["layers"][1]["files"] == [EventId(step=12, attempt=1).shard_file(rank) for rank in (0, 1)]
@@ -277,7 +282,8 @@ def test_i5_gc_deletes_what_a_crash_left_behind_and_keeps_the_plan(
     assert [(row["event"], row["nbytes"]) for row in value["delete"]] == [("events/step-00000014.a001", 6)]
     assert not (run.folder / "events/step-00000014.a001").exists()
     _, after = ask(capsys, "plan", str(run.folder))
-    assert after["layers"] == planned["layers"]
+    lost = dict.fromkeys(("lost", "lost_drift"))  # counts from the newest attempt
+    assert [one | lost for one in after["layers"]] == [one | lost for one in planned["layers"]]
 
 
 def test_gc_refuses_while_the_progress_file_changes(run: RealRun) -> None:

@@ -191,5 +191,6 @@ def test_status_has_the_keys_of_the_command(storage: FaultyStorage) -> None:
     assert status["max_age"] == 2
     assert {row["name"]: row["age"] for row in status["layers"]} == dict.fromkeys(LAYERS, 2)
     assert set(status["layers"][0]) == {
-        "name", "step", "attempt", "age", "nbytes", "drift", "threshold", "reason"
+        "name", "step", "attempt", "age", "nbytes", "drift", "threshold", "reason",
+        "residual", "lost", "lost_drift",
     }  # fmt: skip

@@ -1,7 +1,6 @@
 """Slices for any world size from versions of any world size, read straight into place, block by block."""
 
 import tracemalloc
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,24 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from layercheck.errors import LayerCheckError
-from layercheck.layers import ParamSpec
 from layercheck.manifest import BadShard
 from layercheck.persistence.storage import LocalStorage
 from layercheck.recovery import fetch, restore
-from layercheck.recovery.fetch import FetchedLayer, Fetcher, part_of
+from layercheck.recovery.fetch import FetchedLayer, Fetcher
 from tests.fakes import flip_bit
-from tests.shards import KEYS, shelf, values
-
-
-@dataclass(frozen=True)
-class Want:
-    spec: ParamSpec
-    offset: int
-    numel: int
-
-
-def wants(params: tuple[ParamSpec, ...], rank: int, world_size: int) -> list[Want]:
-    return [Want(spec, *part_of(spec.numel, rank, world_size)) for spec in params]
+from tests.shards import KEYS, Want, shelf, values, wants
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

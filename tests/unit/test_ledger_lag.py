@@ -2,7 +2,8 @@
 
 import pytest
 
-from layercheck.manifest import DriftReport, LayerWrite, PersistDecision
+from layercheck.decision import LayerWrite, PersistDecision
+from layercheck.manifest import DriftReport
 from layercheck.tracking.ledger import Ledger
 from tests.unit.simulated_run import config, transformer
 

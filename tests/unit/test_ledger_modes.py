@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from layercheck.decision import LayerWrite, PersistDecision
 from layercheck.layers import LayerMap
-from layercheck.manifest import DriftReport, LayerPlan, LayerWrite, PersistDecision, RecoveryPlan
+from layercheck.manifest import DriftReport, LayerPlan, RecoveryPlan
 from layercheck.tracking.budget import PERIOD_STEPS
 from layercheck.tracking.ledger import Ledger
 from tests.unit.simulated_run import config, transformer

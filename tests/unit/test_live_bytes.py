@@ -8,16 +8,9 @@ import pytest
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination.collect import collect
 from layercheck.coordination.facts import StoreFacts
+from layercheck.decision import PersistDecision
 from layercheck.layers import LayerMap
-from layercheck.manifest import (
-    AttemptRecord,
-    Commit,
-    EventId,
-    LineageLink,
-    PersistDecision,
-    RunRecord,
-    ShardRecord,
-)
+from layercheck.manifest import AttemptRecord, Commit, EventId, LineageLink, RunRecord, ShardRecord
 from tests.unit.simulated_run import SimulatedRun, config, transformer
 
 SLACK = 0.3

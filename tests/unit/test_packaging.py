@@ -151,7 +151,7 @@ def test_a_checker_of_types_knows_the_library_in_a_foreign_project(installed: Pa
         timeout=280,
     )  # fmt: skip
     assert 'Revealed type is "layercheck.session.Session"' in done.stdout, done.stdout + done.stderr
-    assert 'Revealed type is "layercheck.manifest.ResumePoint"' in done.stdout, done.stdout
+    assert 'Revealed type is "layercheck.receipt.ResumePoint"' in done.stdout, done.stdout
     assert 'has incompatible type "str"; expected "int"' in done.stdout, done.stdout
 
 

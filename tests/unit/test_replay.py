@@ -8,8 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from layercheck.errors import ConfigError
+from layercheck.persistence.quantise import Code
 from simulations import replay as command
 from simulations.replay_policy import compare, figures, replay, with_settings
+from simulations.replay_residuals import frontier, residual_figures, rounding
 from simulations.trace import read_trace
 from tests.recorded import LAYERS, record_run
 
@@ -92,6 +94,35 @@ def test_the_command_writes_table_and_answer(run, tmp_path, capsys):
     assert content["check"] == {"steps": 160, "different": 0, "first": ""}
     assert pq.read_table(tmp_path / "replay.parquet").num_rows == len(content["rows"]) == 3
     assert (tmp_path / "replay.png").stat().st_size > 1000
+
+
+def test_residuals_lose_less_for_bytes_that_are_counted_and_their_rounding_too(run):
+    trace = read_trace(str(run))
+    rows = frontier(trace, targets=[24.0], bits=[8, 4], ratios=[0.1])
+    own, eight, four = rows
+    assert (own["residual_writes"], own["bytes_share"], own["lost_share"]) == (0, 1.0, 1.0)
+    assert own["lost"] == figures(replay(trace, trace.config))["drift_lost"]
+    assert eight["lost_share"] < 0.7
+    assert eight["drift_lost"] == four["drift_lost"]
+    assert eight["rounding_lost"] < 0.2 * four["rounding_lost"]
+    numel = sum(layer.numel for layer in LAYERS.trainable)
+    assert eight["residual_bytes"] == pytest.approx(four["residual_bytes"] * 8.25 / 4.25, rel=0.01)
+    assert eight["residual_bytes"] < eight["residual_writes"] * numel * 8.25 / 8
+
+
+def test_the_rounding_is_that_of_what_came_back(run):
+    trace = read_trace(str(run))
+    done = replay(trace, with_settings(trace.config, residual={"enabled": True, "bits": 4, "k_ratio": 0.2}))
+    numel, lost = np.array([layer.numel for layer in LAYERS.trainable]), []
+    for row, step in enumerate(trace.steps):
+        if step > 20:
+            saves = zip(done.committed[row], done.saved[row], strict=True)
+            way = [trace.delta[version:save, at].sum() for at, (version, save) in enumerate(saves)]
+            lost.append(rounding(Code(4, 64)) * np.average(way, weights=numel))
+    found = residual_figures(done)
+    assert found["rounding_lost"] == pytest.approx(np.mean(lost))
+    assert found["lost"] == found["drift_lost"] + found["rounding_lost"]
+    assert 0.002 < rounding(Code(8, 64)) < 0.01 < 0.05 < rounding(Code(4, 64)) < 0.15
 
 
 def test_steps_that_died_with_a_worker_are_filled_and_end_the_comparison(run, tmp_path):

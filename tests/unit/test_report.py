@@ -85,7 +85,7 @@ def test_steps_that_a_later_attempt_took_back_are_paid_for_but_not_drawn(folder:
 def test_committed_bytes_stand_at_their_step_by_reason(folder: Path) -> None:
     curves = look(folder).curves
     found = {reason: np.flatnonzero(values).tolist() for reason, values in curves.nbytes.items()}
-    assert found == {"full": [0, 1, 3], "drift": [7, 9], "age": [11, 17], "preemption": []}
+    assert found == {"full": [0, 1, 3], "drift": [7, 9], "age": [11, 17], "preemption": [], "residual": []}
     assert curves.nbytes["age"][17] == 120
     assert curves.events[[0, 7, 17]].tolist() == [1, 1, 1]
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from layercheck.decision import LayerWrite
 from layercheck.errors import LayerCheckError, StorageError
-from layercheck.manifest import DriftReport, EventId, LayerWrite
+from layercheck.manifest import DriftReport, EventId
 from layercheck.persistence.copier import HostCopier
 from layercheck.persistence.shard_file import ShardAbout, ShardTensor, SliceMeta, layout
 from layercheck.persistence.snapshot import BlockStream, Snapshot, StagingPool

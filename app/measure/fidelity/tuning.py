@@ -26,7 +26,7 @@ from app.order import Order
 from app.schedule import lr_at
 from app.step import Job, mean_over_ranks, one_step
 from layercheck.errors import LayerCheckError
-from layercheck.manifest import Receipt
+from layercheck.receipt import Receipt
 from layercheck.step_report import StepReport
 
 _SUBMISSION = "fidelity"
