@@ -168,7 +168,9 @@ class Session:
         if grant.plan is None:
             return grant, None
         plan_s = time.monotonic() - started
-        grant, receipt = restore(self._zero3, self._storage, self._coordinator, grant, plan_s)
+        grant, receipt = restore(
+            self._zero3, self._storage, self._coordinator, grant, plan_s, self._config.frozen
+        )
         if self._rng == "captured" and grant.plan is not None:
             said, self._recovered_rng = random_state.find(self._zero3, self._storage, grant.plan)
             receipt = receipt.model_copy(update={"rng": said})

@@ -28,9 +28,22 @@ from layercheck.zero3 import Zero3Engine
 
 
 def restore(
-    zero3: Zero3Engine, storage: Storage, coordinator: CoordinatorClient, grant: AttemptGrant, plan_s: float
+    zero3: Zero3Engine,
+    storage: Storage,
+    coordinator: CoordinatorClient,
+    grant: AttemptGrant,
+    plan_s: float,
+    frozen: str = "base",
 ) -> tuple[AttemptGrant, Receipt]:
     """Brings the engine to the state of `grant.plan`. A collective.
+
+    Args:
+        zero3: the engine.
+        storage: the run's `layercheck` folder.
+        coordinator: amends the plan.
+        grant: of this attempt.
+        plan_s: seconds that the plan took, for the receipt.
+        frozen: the setting of that name.
 
     Returns:
         The grant that was carried out (amended if shards were bad) and its receipt.
@@ -41,11 +54,11 @@ def restore(
     """
     assert grant.plan is not None, "a fresh run has nothing to restore"
     started = time.monotonic()
-    install.start(zero3, grant.plan)
+    install.start(zero3, grant.plan, frozen)
     try:
         grant, plan, bad = _fetch_all(zero3, Fetcher(storage), coordinator, grant, grant.plan)
     except BaseException:
-        zero3.abandon_install()
+        zero3.abandon_install([layer.layer for layer in grant.plan.layers])
         raise
     fetch_s = time.monotonic() - started
     started = time.monotonic()
