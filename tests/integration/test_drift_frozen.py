@@ -73,6 +73,8 @@ def _train_and_recover(storage: str, build: dict[str, Any], frozen: str) -> dict
     again = open_session(fresh, storage, frozen=frozen)
     other = _frozen_weights(again._zero3)
     errors = _wrong_sources(fresh, storage, before) if frozen == "source" else []
+    kept = again._zero3.layer_map.trainable if frozen == "source" else again._zero3.layer_map.layers
+    again._zero3.abandon_install([layer.name for layer in kept])  # as after an install that failed
     point = again.resume()
     recovered = []
     for step in range(point.step, STEPS + 6):
