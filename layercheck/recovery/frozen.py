@@ -41,6 +41,9 @@ def _whole(zero3: Zero3Engine, part: ParamSlice, owner: int) -> Any:
     each = -(-part.spec.numel // zero3.world_size) * size
     sent = torch.zeros(each, dtype=torch.uint8, device=zero3.collective_device)
     sent[: part.numel * size].copy_(own.view(torch.uint8))
-    parts = [torch.empty_like(sent) for _ in range(zero3.world_size)] if zero3.rank == owner else None
-    dist.gather(sent, parts, dst=owner)
-    return b"" if parts is None else torch.cat(parts)[: part.spec.numel * size].cpu().numpy().data
+    if zero3.rank != owner:
+        dist.gather(sent, dst=owner)
+        return b""
+    whole = sent.new_empty(zero3.world_size, each)
+    dist.gather(sent, list(whole.unbind()), dst=owner)
+    return whole.view(-1)[: part.spec.numel * size].cpu().numpy().data
