@@ -54,11 +54,12 @@ def restore(
     """
     assert grant.plan is not None, "a fresh run has nothing to restore"
     started = time.monotonic()
+    layers = [layer.layer for layer in grant.plan.layers]
     install.start(zero3, grant.plan, frozen)
     try:
         grant, plan, bad = _fetch_all(zero3, Fetcher(storage), coordinator, grant, grant.plan)
     except BaseException:
-        zero3.abandon_install([layer.layer for layer in grant.plan.layers])
+        zero3.abandon_install(layers)
         raise
     fetch_s = time.monotonic() - started
     started = time.monotonic()
