@@ -1,5 +1,6 @@
 """Where rows come from: the bundled text, a JSONL or Parquet file, or a data set of the hub."""
 
+import glob
 import json
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -75,7 +76,8 @@ def iterable_rows(data: DataConfig) -> Any:
     from datasets import load_dataset
 
     kind = "parquet" if data.source.endswith(".parquet") else "json"
-    return load_dataset(kind, data_files=str(Path(data.source).absolute()), split="train", streaming=True)
+    place = glob.escape(str(Path(data.source).absolute()))  # what it gets is a pattern
+    return load_dataset(kind, data_files=place, split="train", streaming=True)
 
 
 def check_source(data: DataConfig) -> str:

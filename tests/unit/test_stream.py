@@ -144,7 +144,7 @@ def test_a_moved_file_is_gone_on_with_and_another_one_begun(
     reads = loader(stream)
     ((_, _, position),) = take(reads, 1, 1)
     ((wanted, _, _),) = take(reads, 2, 1)
-    moved = open_stream(config(source.rename(tmp_path / "moved.jsonl"), cache))
+    moved = open_stream(config(source.rename(tmp_path / "moved [1].jsonl"), cache))
     moved.seek(2, position)
     assert take(loader(moved), 2, 1)[0][0] == wanted
     other = open_stream(config(write_rows(tmp_path / "other.jsonl", range(100, 150)), cache, packing=False))
