@@ -64,10 +64,22 @@ class DataConfig(Section):
     """Several documents in one sequence, with their boundaries kept apart."""
     max_rows: int | None = Field(None, ge=1)
     """Use the first rows only."""
+    streaming: bool = False
+    """Rows are read while the run goes, in the order of the source, and the trainer state says where it is;
+    nothing is tokenised ahead or kept on disk. Needs `train.steps`, and a source that is not bundled."""
     cache: Place | None = None
     """Folder for the tokenised data, seen by all ranks. Default: `<storage>/<run>/data`."""
     wait_s: float = Field(1800, gt=0)
     """How long ranks wait for rank 0 to tokenise."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.streaming and self.source == "bundled":
+            raise ValueError(
+                "data.streaming=true with data.source='bundled', which is in memory anyway: name a file or a "
+                "data set of the hub, or set data.streaming=false"
+            )
+        return self
 
 
 class TrainConfig(Section):
@@ -264,12 +276,22 @@ class Config(Section):
                 raise ValueError(
                     f"faults.kill={kill!r}: with cluster.workers={self.cluster.workers} no such rank"
                 )
-        if self.data.cache is None and "://" in self.run.folder:
+        if self.data.streaming and self.train.steps is None:
+            raise ValueError(
+                f"data.streaming=true does not know how long train.epochs={self.train.epochs:g} is: give "
+                "train.steps, or set data.streaming=false"
+            )
+        if self.data.cache is None and "://" in self.run.folder and self.keeps_data:
             raise ValueError(
                 f"run.storage={self.run.storage!r} is not a local folder: set data.cache to a folder that "
                 "all ranks see (tokenised data is memory-mapped)"
             )
         return self
+
+    @property
+    def keeps_data(self) -> bool:
+        """Whether anything lies in `data_folder`."""
+        return not self.data.streaming or self.model.tokenizer_name == "bundled"
 
     @property
     def data_folder(self) -> Path:

@@ -106,13 +106,23 @@ def from_rank_0(make: Callable[[], T], rank: int, wait_s: float) -> T:
     return answer[0]  # type: ignore[no-any-return]
 
 
-def _prepare(config: Config) -> tuple[Path, Path]:
-    check_source(config.data)
+def data_folder(config: Config) -> Path:
+    """The folder of tokenised data and of the bundled tokenizer, made if it is missing.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
     folder = config.data_folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"cannot write the data folder {folder}: {error}", path=str(folder)) from error
+    return folder
+
+
+def _prepare(config: Config) -> tuple[Path, Path]:
+    check_source(config.data)
+    folder = data_folder(config)
     tokenizer = load_tokenizer(config, folder)
     path = folder / f"packed-{_key(config, tokenizer)}.arrow"
     if not path.exists():
@@ -145,11 +155,23 @@ def _build(path: Path, config: Config, tokenizer: Any) -> None:
     temporary.rename(path)
 
 
-def _write(path: Path, sequences: Iterator[Packed], seq_len: int, pad_id: int, counts: Counts) -> None:
+def in_memory(sequences: list[Packed], seq_len: int, tokenizer: Any) -> Dataset:
+    """A few packed sequences as a data set of their own."""
+    schema = _schema(seq_len)
+    batches = _record_batches(iter(sequences), schema, seq_len, tokenizer.pad_token_id)
+    table = pa.Table.from_batches(batches, schema)
+    return Dataset(table, seq_len, table["num_labels"].to_numpy(), {}, tokenizer)
+
+
+def _schema(seq_len: int) -> pa.Schema:
     tokens = pa.list_(pa.int32(), seq_len)
-    schema = pa.schema(
+    return pa.schema(
         {"input_ids": tokens, "labels": tokens, "lengths": pa.list_(pa.int32()), "num_labels": pa.int32()}
     )
+
+
+def _write(path: Path, sequences: Iterator[Packed], seq_len: int, pad_id: int, counts: Counts) -> None:
+    schema = _schema(seq_len)
     with path.open("wb") as file:
         with pa.ipc.new_file(file, schema) as writer:
             for batch in _record_batches(sequences, schema, seq_len, pad_id):

@@ -59,7 +59,8 @@ def build_model(config: Config, tokenizer: Any, world_size: int, *, for_recovery
         config: names a pretrained model or describes a fresh one; a fresh one depends on `run.seed` alone.
         tokenizer: decides the size of a fresh vocabulary.
         world_size: number of ranks.
-        for_recovery: neither load nor initialise weights, because recovery will overwrite every one of them.
+        for_recovery: neither load nor initialise weights, because recovery will overwrite every one of them
+            (unless frozen ones are to come from where they came before).
 
     Raises:
         ConfigError: the model cannot be loaded or does not fit the tokenizer or the data.
@@ -71,7 +72,7 @@ def build_model(config: Config, tokenizer: Any, world_size: int, *, for_recovery
     torch.manual_seed(config.run.seed)
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
     kind = {"attn_implementation": config.model.attention, "dtype": dtype}
-    model = _empty(shape, kind) if for_recovery else None
+    model = _empty(shape, kind) if for_recovery and not _are_in_no_store(config) else None
     if model is None and config.model.path is None:
         model = AutoModelForCausalLM.from_config(shape, **kind)
     elif model is None:
@@ -84,6 +85,13 @@ def build_model(config: Config, tokenizer: Any, world_size: int, *, for_recovery
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return choose_trainable(model, config)
+
+
+def _are_in_no_store(config: Config) -> bool:
+    """True if recovery puts nothing into the frozen weights: it only checks them."""
+    checkpoint, model = config.checkpoint, config.model
+    some_frozen = bool(model.freeze) or model.lora is not None
+    return some_frozen and checkpoint.method == "layercheck" and checkpoint.settings.frozen == "source"
 
 
 def _empty(shape: Any, kind: dict[str, Any]) -> Any:

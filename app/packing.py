@@ -43,9 +43,7 @@ def pack(documents: Iterable[Document], seq_len: int, *, packing: bool = True) -
     limit = _OPEN_SEQUENCES if packing else 0
     open_sequences: list[Packed] = []
     for document in documents:
-        room = seq_len - len(document.input_ids)
-        fitting = [place for place in open_sequences if len(place.input_ids) <= room] if packing else []
-        place = max(fitting, key=lambda packed: len(packed.input_ids), default=None)
+        place = fullest(open_sequences, document, seq_len) if packing else None
         if place is None:
             place = Packed()
             open_sequences.append(place)
@@ -56,6 +54,13 @@ def pack(documents: Iterable[Document], seq_len: int, *, packing: bool = True) -
         elif len(open_sequences) > limit:
             yield open_sequences.pop(0)
     yield from open_sequences
+
+
+def fullest(sequences: list[Packed], document: Document, seq_len: int) -> Packed | None:
+    """The fullest of some sequences that has room for a document, None if none has."""
+    room = seq_len - len(document.input_ids)
+    fitting = [place for place in sequences if len(place.input_ids) <= room]
+    return max(fitting, key=lambda packed: len(packed.input_ids), default=None)
 
 
 def positions_and_documents(lengths: list[int], seq_len: int) -> tuple[np.ndarray, np.ndarray]:

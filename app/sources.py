@@ -1,5 +1,6 @@
 """Where rows come from: the bundled text, a JSONL or Parquet file, or a data set of the hub."""
 
+import glob
 import json
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -16,6 +17,7 @@ from app.schemas import READERS, Message, RowError, choose_schema, place_system
 from layercheck.errors import ConfigError
 
 _BLOCK_BYTES = 1 << 22
+_BEGIN_BYTES = 1 << 16
 T = TypeVar("T")
 
 
@@ -26,8 +28,7 @@ def conversations(data: DataConfig) -> Iterator[list[Message]]:
         ConfigError: the source is missing, empty, lacks a column, or a row does not follow the schema; names
             the source, and the columns or the row.
     """
-    read = READERS[check_source(data)]
-    return read_rows(data, lambda row: place_system(read(row), data.system))
+    return read_rows(data, reader_of(data))
 
 
 def read_rows(data: DataConfig, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
@@ -37,12 +38,46 @@ def read_rows(data: DataConfig, read: Callable[[dict[str, Any]], T]) -> Iterator
         ConfigError: a row does not follow the schema; names the source and the row.
     """
     for number, row in enumerate(islice(_rows(data), data.max_rows), start=1):
-        try:
-            yield read(row)
-        except (RowError, KeyError) as error:
-            raise ConfigError(
-                f"data.source={data.source!r}, row {number}: {error}; see data.schema={data.schema_!r}"
-            ) from None
+        yield read_row(data, read, number, row)
+
+
+def reader_of(data: DataConfig) -> Callable[[dict[str, Any]], list[Message]]:
+    """What makes a conversation of a row.
+
+    Raises:
+        ConfigError: see `check_source`.
+    """
+    read = READERS[check_source(data)]
+    return lambda row: place_system(read(row), data.system)
+
+
+def read_row(data: DataConfig, read: Callable[[dict[str, Any]], T], number: int, row: dict[str, Any]) -> T:
+    """What `read` makes of one row.
+
+    Raises:
+        ConfigError: the row does not follow the schema; names the source and the row's number.
+    """
+    try:
+        return read(row)
+    except (RowError, KeyError) as error:
+        raise ConfigError(
+            f"data.source={data.source!r}, row {number}: {error}; see data.schema={data.schema_!r}"
+        ) from None
+
+
+def iterable_rows(data: DataConfig) -> Any:
+    """The rows as an IterableDataset of `datasets`: read as they come, and it can say where it is.
+
+    Raises:
+        ConfigError: there is no such source.
+    """
+    if not _is_file(data):
+        return _hub(data)
+    from datasets import load_dataset
+
+    kind = "parquet" if data.source.endswith(".parquet") else "json"
+    place = glob.escape(str(Path(data.source).absolute()))  # what it gets is a pattern
+    return load_dataset(kind, data_files=place, split="train", streaming=True)
 
 
 def check_source(data: DataConfig) -> str:
@@ -63,6 +98,14 @@ def source_fingerprint(data: DataConfig) -> str:
     return digest.hexdigest()
 
 
+def stream_fingerprint(data: DataConfig) -> str:
+    """Where it differs a place in the rows means nothing: another hub id, a file that begins otherwise."""
+    if not _is_file(data):
+        return source_fingerprint(data)
+    with Path(data.source).open("rb") as file:
+        return xxhash.xxh3_64_hexdigest(file.read(_BEGIN_BYTES))
+
+
 def _is_file(data: DataConfig) -> bool:
     return data.source.endswith((".jsonl", ".json", ".parquet")) or data.source.startswith(("/", "."))
 
@@ -72,7 +115,8 @@ def _columns(data: DataConfig) -> list[str]:
         return list(bundled.rows()[0])
     if _is_file(data):
         return _file_columns(data.source)
-    return list(_hub(data).column_names)
+    rows = _hub(data)
+    return list(rows.column_names or next(iter(rows), {}))
 
 
 def _file_columns(source: str) -> list[str]:
@@ -126,7 +170,7 @@ def _hub(data: DataConfig) -> Any:
     from datasets.exceptions import DatasetNotFoundError
 
     try:
-        return load_dataset(data.source, split=data.split)
+        return load_dataset(data.source, split=data.split, streaming=data.streaming)
     except (DatasetNotFoundError, ConnectionError, FileNotFoundError, ValueError) as error:
         raise ConfigError(
             f"data.source={data.source!r} is neither `bundled`, nor a .jsonl or .parquet file, nor a "

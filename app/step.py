@@ -10,8 +10,9 @@ import torch.distributed as dist
 from app.config import Config
 from app.data import Dataset
 from app.forward import answer_loss
-from app.loader import StepLoader
+from app.loader import Ordered, StepLoader, StepSource
 from app.order import Order, seed_everything
+from app.stream import Stream
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,9 @@ class Job:
     config: Config
     rank: int
     world_size: int
-    dataset: Dataset
-    order: Order
+    dataset: Dataset | Stream
+    order: Order | None
+    """None of a stream, which has an order of its own."""
     engine: Any
     total_steps: int
     for_recovery: bool
@@ -31,8 +33,7 @@ class Job:
     def loader(self) -> StepLoader:
         """Its data."""
         return StepLoader(
-            self.dataset,
-            self.order,
+            self._source,
             rank=self.rank,
             world_size=self.world_size,
             micro_batch=self.config.train.micro_batch,
@@ -40,6 +41,13 @@ class Job:
             wait_s=self.config.data.wait_s,
             pin=self.engine.device.type == "cuda",
         )
+
+    @property
+    def _source(self) -> StepSource:
+        if isinstance(self.dataset, Stream):
+            return self.dataset
+        assert self.order is not None, "a data set of random access needs an order"
+        return Ordered(self.dataset, self.order)
 
 
 def one_step(job: Job, step: int) -> torch.Tensor:

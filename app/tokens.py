@@ -109,7 +109,7 @@ def documents(
     talks = iter(talks)
     while some := list(islice(talks, _TEXTS_PER_CALL)):
         for document in tokenised(some, tokenizer):
-            kept = _cut(document, seq_len, counts)
+            kept = cut(document, seq_len, counts)
             if kept is not None:
                 yield kept
 
@@ -167,7 +167,8 @@ def _labels(ids: list[int], offsets: list[tuple[int, int]], spans: list[tuple[in
     return [IGNORED, *labels[1:]]
 
 
-def _cut(document: Document, seq_len: int, counts: Counts) -> Document | None:
+def cut(document: Document, seq_len: int, counts: Counts) -> Document | None:
+    """A document of at most `seq_len` tokens, None if it has no answer in them; both are counted."""
     counts.documents += 1
     over = len(document.input_ids) - seq_len
     if over > 0:

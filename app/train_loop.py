@@ -20,6 +20,7 @@ from app.runfiles import RunFiles
 from app.schedule import lr_at
 from app.shape import model_shape
 from app.step import Job, mean_over_ranks, one_step
+from app.stream import Stream, open_stream
 from app.train_result import TrainResult
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import FencedError, NoPlanError
@@ -122,6 +123,8 @@ def train(
         return TrainResult("fenced", message=str(fenced))
     finally:
         job.loader.close()
+        if rank == 0 and isinstance(job.dataset, Stream):
+            log.info("data: of the rows read, %s", job.dataset.counts)
     if result.status == "completed" and publisher is not None:
         _publish(job, result, publisher)
     return result
@@ -135,20 +138,29 @@ def _set_up(
     submission: str | None,
     takeover: bool,
 ) -> tuple[Job, MethodSession]:
-    dataset = open_dataset(config, rank)
-    if rank == 0:
-        log.info("data: %d sequences of %d tokens; %s", len(dataset), dataset.seq_len, dataset.counts)
+    dataset = _open_data(config, rank)
     recovers = from_rank_0(lambda: _look_ahead(config, dataset, world_size), rank, config.data.wait_s)
     model = build_model(config, dataset.tokenizer, world_size, for_recovery=recovers)
     engine = build_engine(model, config, world_size)
-    order = Order(len(dataset), config.train.global_batch, config.run.seed)
-    job = Job(
-        config, rank, world_size, dataset, order, engine, config.train.total_steps(len(dataset)), recovers
-    )
+    order, num_sequences = None, 0
+    if isinstance(dataset, Dataset):
+        num_sequences = len(dataset)
+        order = Order(num_sequences, config.train.global_batch, config.run.seed)
+    steps = config.train.total_steps(num_sequences)
+    job = Job(config, rank, world_size, dataset, order, engine, steps, recovers)
     return job, open_session(job, coordinator, submission, takeover)
 
 
-def _look_ahead(config: Config, dataset: Dataset, world_size: int) -> bool:
+def _open_data(config: Config, rank: int) -> Dataset | Stream:
+    if config.data.streaming:
+        return open_stream(config, rank)
+    dataset = open_dataset(config, rank)
+    if rank == 0:
+        log.info("data: %d sequences of %d tokens; %s", len(dataset), dataset.seq_len, dataset.counts)
+    return dataset
+
+
+def _look_ahead(config: Config, dataset: Dataset | Stream, world_size: int) -> bool:
     """Whether there is a state to recover; a run that begins is told what memory it will take first."""
     recovers = will_recover(config)
     if not recovers:
@@ -190,6 +202,8 @@ def _run_steps(
     witness: Witness | None,
 ) -> TrainResult:
     state: TrainerState = dict(point.trainer_state)
+    if isinstance(job.dataset, Stream):
+        job.dataset.seek(point.step, state.get("data"))
     with closing(Meter(job.config, job.total_steps, job.rank)) as meter:
         for step in range(point.step, job.total_steps + 1):
             meter.begin()
@@ -229,12 +243,14 @@ def _heed(drains: Drains, session: MethodSession, ask: bool, meter: Meter) -> No
 
 
 def _trainer_state(job: Job, step: int, loss: float) -> TrainerState:
-    return {
+    state: TrainerState = {
         "step": step,
         "loss": loss,
         "consumed_samples": step * job.config.train.global_batch,
         "lr_index": step - job.engine.skipped_steps,
     }
+    position = job.loader.position
+    return state if position is None else state | {"data": position}
 
 
 def _report(meter: Meter, rank: int, reporter: Reporter | None) -> None:

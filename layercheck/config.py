@@ -59,9 +59,9 @@ class LayerCheckConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     drift: DriftConfig = DriftConfig()
-    """See below."""
+    """How far a layer has moved."""
     residual: ResidualConfig = ResidualConfig()
-    """See below."""
+    """Small saves between two versions of a layer."""
 
     target_interval: float = Field(100, gt=0)
     """Wanted mean persist interval in steps; K0 is calibrated for it at the end of the warm-up."""
@@ -91,6 +91,10 @@ class LayerCheckConfig(BaseModel):
     """Steps between full events in the warm-up; at most 3/4 of `s_max`."""
     full_every: int = Field(2000, ge=0)
     """Steps between full events after the warm-up; 0 means none."""
+
+    frozen: Literal["base", "source"] = "base"
+    """Parts that do not train. `base`: they are written once, with the first full event. `source`: only their
+    hashes are; the application loads the same weights at each start, and they are checked (I11)."""
 
     keep_versions: int = Field(2, ge=1)
     """Newest versions of each layer that are never collected."""

@@ -1,6 +1,6 @@
 """The layer map: which parameter belongs to which layer, from names alone."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
@@ -69,6 +69,10 @@ class LayerMap(BaseModel):
     def trainable(self) -> tuple[LayerSpec, ...]:
         """The layers that drift and are bounded by s_max."""
         return tuple(layer for layer in self.layers if layer.trainable)
+
+    def without(self, names: Container[str]) -> "LayerMap":
+        """The map without some layers."""
+        return LayerMap(layers=tuple(layer for layer in self.layers if layer.name not in names))
 
     def difference(self, other: "LayerMap") -> str | None:
         """The first difference between two maps in words, or None if they agree."""

@@ -245,11 +245,18 @@ class RunRecord(Record):
     """Further name of a shared parameter -> the name that its layer has it under."""
     buffers: tuple[str, ...] = ()
     """Buffers that belong to the model's state dict; their values are not kept."""
+    frozen_hashes: dict[str, str] = {}
+    """Frozen layer -> xxh3-128 of its parameters, where these are in no event (`frozen: source`)."""
     model_config_json: dict[str, Any] = {}
     """The model's own `config.json`, empty if it has none."""
     tokenizer_files: dict[str, str] = {}
     config: dict[str, Any] = {}
     """Resolved settings: `checkpoint` (LayerCheckConfig) and whatever the application adds."""
+
+    @cached_property
+    def stored(self) -> LayerMap:
+        """The layers that have versions."""
+        return self.layer_map.without(self.frozen_hashes)
 
 
 # ------------------------------------------------- recovery: plan -> fetch -> install; then `receipt.Receipt`

@@ -102,11 +102,9 @@ class Session:
         submission: Submission,
         rng: RngPolicy = "keyed",
     ) -> None:
-        self._zero3 = zero3
-        self._storage, self._run_folder = storage, run_folder
+        self._zero3, self._storage, self._run_folder = zero3, storage, run_folder
         self._config, self._coordinator = config, coordinator
-        self._submission = submission
-        self._rng: RngPolicy = rng
+        self._submission, self._rng = submission, rng
         self._recovered_rng: RngState | None = None
         self._overlap = overlap_of(zero3)
         self._bases = BaseCopies(config.residual.covers) if config.residual.enabled else None
@@ -170,7 +168,9 @@ class Session:
         if grant.plan is None:
             return grant, None
         plan_s = time.monotonic() - started
-        grant, receipt = restore(self._zero3, self._storage, self._coordinator, grant, plan_s, self._bases)
+        grant, receipt = restore(
+            self._zero3, self._storage, self._coordinator, grant, plan_s, self._config.frozen, self._bases
+        )
         if self._rng == "captured" and grant.plan is not None:
             said, self._recovered_rng = random_state.find(self._zero3, self._storage, grant.plan)
             receipt = receipt.model_copy(update={"rng": said})

@@ -6,7 +6,7 @@ padding that nobody initialises, so everything here speaks of the real elements 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -289,8 +289,8 @@ class Zero3Engine:
         """Forgets the optimizer state of one sub-group, before older state (or none) is put in."""
         self.optimizer.state.pop(self.zero.fp32_partitioned_groups_flat[sub_group], None)
 
-    def abandon_install(self) -> None:
-        """Leaves nothing of an install that failed before its end.
+    def abandon_install(self, layers: Collection[str]) -> None:
+        """Leaves nothing of an install of these layers that failed before its end.
 
         The fp32 weights follow the low-precision ones, which were not touched. Where there is no such second
         copy (fp32 training, frozen layers) the values are lost and become NaN, for nobody to train on.
@@ -300,7 +300,7 @@ class Zero3Engine:
             low = self.zero.fp16_partitioned_groups_flat[sub_group.index].detach()
             has_copy = low.data_ptr() != sub_group.flat.data_ptr()
             sub_group.flat.copy_(low) if has_copy else sub_group.flat.fill_(math.nan)
-        for part in (part for parts in self.slices.values() for part in parts if part.sub_group < 0):
+        for part in (part for name in layers for part in self.slices[name] if part.sub_group < 0):
             weight = self.tensors(part)[FROZEN]
             weight.fill_(math.nan if weight.is_floating_point() else 0)
 

@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -65,8 +66,15 @@ def _sections(path: str, model: type[BaseModel]) -> Iterator[tuple[str, type[Bas
 
 
 def _model(info: FieldInfo) -> type[BaseModel] | None:
-    kind = info.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    """The section that a field is, also one that may be null; None of a plain value."""
+    for kind in (info.annotation, *get_args(info.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _is_optional(info: FieldInfo) -> bool:
+    return NoneType in get_args(info.annotation)
 
 
 def _section(path: str, model: type[BaseModel]) -> str:
@@ -76,7 +84,9 @@ def _section(path: str, model: type[BaseModel]) -> str:
         key = info.alias or name
         if _model(info):
             inner = f"{path}.{key}".lstrip(".")
-            rows.append((f"`{key}`", "section", "", f"see [{inner}](#{inner.replace('.', '')})"))
+            about = f"{texts[name]} " if name in texts else ""
+            default = _default(info) if _is_optional(info) else ""
+            rows.append((f"`{key}`", "section", default, f"{about}See [{inner}](#{inner.replace('.', '')})"))
         else:
             rows.append((f"`{key}`", f"`{kinds[name]}`{_range(info)}", _default(info), texts.get(name, "")))
     about = " ".join((inspect.getdoc(model) or "").split("\n\n")[0].split())

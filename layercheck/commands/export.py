@@ -14,7 +14,7 @@ from layercheck.commands.store import Store
 from layercheck.coordination.facts import StoreFacts
 from layercheck.errors import ConfigError, NoPlanError
 from layercheck.groups import OptimizerGroup, regrouped, stock_groups
-from layercheck.manifest import BadShard, RecoveryPlan
+from layercheck.manifest import BadShard, RecoveryPlan, RunRecord
 
 if TYPE_CHECKING:
     from layercheck.export.composite import Composite
@@ -46,7 +46,9 @@ def export(store: Store, options: ExportOptions) -> Answer:
     """
     _refuse_flags(options)
     out = _free_folder(options.out)
-    write = _writer_of(options, store.facts())
+    facts = store.facts()
+    _refuse_hashes(options, facts.run)
+    write = _writer_of(options, facts)
     temp = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         made, notes, bad = _write_until_whole(store, options, write, temp)
@@ -71,6 +73,17 @@ def _refuse_flags(options: ExportOptions) -> None:
     for flag, value in foreign[options.to].items():
         if value is not None:
             raise ConfigError(f"{flag} {value} means nothing with --to {options.to}: leave it out", flag=flag)
+
+
+def _refuse_hashes(options: ExportOptions, run: RunRecord) -> None:
+    hashed = [layer.name for layer in run.layer_map.layers if layer.name in run.frozen_hashes]
+    if hashed:
+        raise ConfigError(
+            f"--to {options.to}: of layer {hashed[0]} the store of {run.name} holds a hash alone "
+            "(frozen='source'), so no whole model can be written from it; the app hands one over at the end "
+            "of a run (export)",
+            layer=hashed[0],
+        )
 
 
 def _free_folder(name: str) -> Path:

@@ -103,7 +103,7 @@ def make_plan(
         return None
     lineage = Lineage(begun.lineage) if begun else facts.lineage
     commits = [c for c in facts.live_commits(lineage) if begun is None or c.event.attempt < begun.attempt]
-    versions = by_layer(commits, facts.run.layer_map)
+    versions = by_layer(commits, facts.run.stored)
     if request.at_step is not None:
         versions = _until(facts, versions, request.at_step)
     of_base = residuals.by_base(commits, ENDLESS if request.at_step is None else request.at_step)
@@ -121,7 +121,7 @@ def make_plan(
     after = _After(bad, of_base, before, failure.step, beat)
     layers = tuple(
         _layer_plan(spec, choice.versions[spec.name], versions[spec.name], after)
-        for spec in facts.run.layer_map.layers
+        for spec in facts.run.stored.layers
     )
     _check_age(layers, "max_age", request.max_age)
     if mode == "strict":
@@ -258,7 +258,7 @@ def _newest_full(
     facts: StoreFacts, versions: dict[str, list[Version]], bad: frozenset[VersionKey]
 ) -> _Choice:
     """All trainable layers from one full event; frozen ones from their newest version, whatever its step."""
-    layer_map = facts.run.layer_map
+    layer_map = facts.run.stored
     full = full_events(versions, layer_map, bad)
     usable = {name: [v for v in all_of if v.key not in bad] for name, all_of in versions.items()}
     if not full:

@@ -16,7 +16,8 @@ def check_run(storage: Storage, run: RunRecord, probe: str) -> tuple[str, ...]:
 
     Raises:
         StorageError: the probe that rank 0 wrote is not seen from here.
-        StoreMismatchError: model, optimizer class or layout differ; names the first difference.
+        StoreMismatchError: model, optimizer class, layout or frozen weights differ; names the first
+            difference.
     """
     if storage.size(probe) is None:
         raise StorageError(
@@ -33,6 +34,7 @@ def check_run(storage: Storage, run: RunRecord, probe: str) -> tuple[str, ...]:
             f"{storage.root} holds run {stored.name} of another kind: {difference}; use another run name",
             difference=difference,
         )
+    _check_frozen(storage, stored, run)
     return tuple(_changes(stored.config, run.config))
 
 
@@ -42,6 +44,25 @@ def _difference(stored: RunRecord, run: RunRecord) -> str | None:
     if stored.optimizer != run.optimizer:
         return f"its optimizer is {stored.optimizer}, not {run.optimizer}"
     return stored.layer_map.difference(run.layer_map)
+
+
+def _check_frozen(storage: Storage, stored: RunRecord, run: RunRecord) -> None:
+    """With `frozen: source` the store has no other copy of these weights than the one just loaded."""
+    if stored.frozen_hashes.keys() != run.frozen_hashes.keys():
+        was, now = (("source" if one.frozen_hashes else "base") for one in (stored, run))
+        raise StoreMismatchError(
+            f"{storage.root} holds run {stored.name} with frozen={was!r}, not {now!r}: keep that setting, or "
+            "use another run name",
+            difference="frozen",
+        )
+    for layer, digest in run.frozen_hashes.items():
+        if stored.frozen_hashes[layer] != digest:
+            raise StoreMismatchError(
+                f"layer {layer} has other weights than run {stored.name} began with (xxh3-128 {digest}, not "
+                f"{stored.frozen_hashes[layer]}), and with frozen='source' {storage.root} holds no copy of "
+                "them: load the model of that time, or use another run name",
+                layer=layer,
+            )
 
 
 def _changes(stored: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

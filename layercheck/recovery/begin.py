@@ -14,6 +14,7 @@ from layercheck.manifest import RunRecord
 from layercheck.model_facts import buffer_names, model_config, tied_names
 from layercheck.persistence.storage import Storage
 from layercheck.recovery.collectives import count_over_ranks, on_rank_zero
+from layercheck.recovery.frozen import frozen_hashes
 from layercheck.redact import without_secrets
 from layercheck.zero3 import Zero3Engine
 
@@ -53,7 +54,8 @@ def begin(
     probe = on_rank_zero(lambda: _write_probe(storage))
     try:
         _check_all_ranks_see(probe, zero3, storage)
-        return on_rank_zero(lambda: _claim(zero3, coordinator, config, submission, probe))
+        hashes = frozen_hashes(zero3) if config.frozen == "source" else {}
+        return on_rank_zero(lambda: _claim(zero3, coordinator, config, submission, probe, hashes))
     finally:
         if zero3.rank == 0:
             storage.delete(probe)
@@ -81,6 +83,7 @@ def _claim(
     config: LayerCheckConfig,
     submission: Submission,
     probe: str,
+    hashes: dict[str, str],
 ) -> AttemptGrant:
     record = RunRecord(
         run_id=uuid.uuid4().hex,
@@ -90,6 +93,7 @@ def _claim(
         optimizer_groups=zero3.optimizer_groups(),
         tied=tied_names(zero3.engine.module),
         buffers=buffer_names(zero3.engine.module),
+        frozen_hashes=hashes,
         model_config_json=model_config(zero3.engine.module),
         tokenizer_files=submission.info.get("tokenizer_files", {}),
         config=without_secrets(

@@ -16,14 +16,20 @@ from layercheck.recovery.scatter import Array
 from layercheck.zero3 import Zero3Engine
 
 
-def start(zero3: Zero3Engine, plan: RecoveryPlan) -> None:
+def start(zero3: Zero3Engine, plan: RecoveryPlan, frozen: str = "base") -> None:
     """Makes the engine ready for the layers.
+
+    Args:
+        zero3: the engine.
+        plan: its layers.
+        frozen: `base`, or `source` where the frozen layers are in the engine already and in no plan.
 
     Raises:
         LayerCheckError: the plan lacks a layer of the engine; the engine is as it was.
     """
     planned = {layer.layer for layer in plan.layers}
-    missing = [layer.name for layer in zero3.layer_map.layers if layer.name not in planned]
+    needed = zero3.layer_map.trainable if frozen == "source" else zero3.layer_map.layers
+    missing = [layer.name for layer in needed if layer.name not in planned]
     if missing:
         raise LayerCheckError(f"nothing was installed: the plan has no layer {missing[0]}", layers=missing)
     zero3.begin_install()

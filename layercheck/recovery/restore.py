@@ -36,9 +36,19 @@ def restore(
     coordinator: CoordinatorClient,
     grant: AttemptGrant,
     plan_s: float,
+    frozen: str = "base",
     bases: BaseCopies | None = None,
 ) -> tuple[AttemptGrant, Receipt]:
-    """Brings the engine to the state of `grant.plan`; `bases` get its versions' weights. A collective.
+    """Brings the engine to the state of `grant.plan`. A collective.
+
+    Args:
+        zero3: the engine.
+        storage: the run's `layercheck` folder.
+        coordinator: amends the plan.
+        grant: of this attempt.
+        plan_s: seconds that the plan took, for the receipt.
+        frozen: the setting of that name.
+        bases: get the weights of the plan's versions.
 
     Returns:
         The grant that was carried out (amended if shards were bad) and its receipt.
@@ -49,11 +59,12 @@ def restore(
     """
     assert grant.plan is not None, "a fresh run has nothing to restore"
     started = time.monotonic()
-    install.start(zero3, grant.plan)
+    layers = [layer.layer for layer in grant.plan.layers]
+    install.start(zero3, grant.plan, frozen)
     try:
         grant, plan, bad = _fetch_all(zero3, Fetcher(storage, bases=bases), coordinator, grant, grant.plan)
     except BaseException:
-        zero3.abandon_install()
+        zero3.abandon_install(layers)
         raise
     fetch_s = time.monotonic() - started
     started = time.monotonic()

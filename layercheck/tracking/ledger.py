@@ -326,7 +326,7 @@ class Ledger:
         return tuple(
             layer.name
             for layer in self.layer_map.layers
-            if not layer.trainable and layers[layer.name].selected < 0
+            if self.config.frozen == "base" and not layer.trainable and layers[layer.name].selected < 0
         )
 
     def _facts_of(self, spec: LayerSpec, in_flight: frozenset[str]) -> LayerFacts:

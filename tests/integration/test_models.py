@@ -1,12 +1,13 @@
 """Models that nobody chose here: by configuration alone they train, die and go on."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from layercheck.cli import main as cli
-from tests.harness import run_ranks
+from tests.harness import RankFailedError, run_ranks
 from tests.samples import OPENTHOUGHTS
 from tests.small_models import make_folder
 
@@ -147,13 +148,19 @@ def _same(found: dict[str, Any]) -> None:
         assert (found["begun"][name] == values).all(), name
 
 
-def _event_bytes(storage: Path) -> list[tuple[int, int]]:
-    """(bytes of the commit's rows, bytes of the files) of each event, oldest first."""
+def _commit_rows(storage: Path) -> list[list[dict[str, Any]]]:
+    """The rows of each event's commit, oldest first."""
     import pyarrow.parquet as pq
 
+    commits = sorted((storage / "run/layercheck/events").glob("*/commit.parquet"))
+    return [pq.read_table(path).to_pylist() for path in commits]
+
+
+def _event_bytes(storage: Path) -> list[tuple[int, int]]:
+    """(bytes of the commit's rows, bytes of the files) of each event, oldest first."""
     found = []
-    for event in sorted((storage / "run/layercheck/events").iterdir()):
-        rows = pq.read_table(event / "commit.parquet").to_pylist()
+    events = sorted((storage / "run/layercheck/events").iterdir())
+    for event, rows in zip(events, _commit_rows(storage), strict=True):
         files = sum(path.stat().st_size for path in event.glob("*.safetensors"))
         found.append((sum(row["nbytes"] for row in rows), files))
     return found
@@ -196,6 +203,27 @@ def test_i11_frozen_layers_are_recovered_bit_equal_by_the_app(tmp_path: Path, mo
         assert "model.embed_tokens.weight" in frozen
         assert not set(frozen) & set(found["trainable"])
         assert all(f"{name}/weight" in found["ended"] for name in frozen)
+
+
+@pytest.mark.slow
+def test_i11_frozen_layers_come_back_from_the_model_folder_and_a_changed_one_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder, storage = make_folder(tmp_path / "model", "llama"), str(tmp_path / "store")
+    model = {"path": str(folder), "freeze": ["embed_tokens", "layers.0"]}
+    from_source = {**SETTINGS["checkpoint"]["settings"], "frozen": "source"}
+    more: dict[str, Any] = {"checkpoint": {"settings": from_source}}
+    for found in run_ranks(2, tmp_path, _two_lives, storage, model, False, more):
+        _same(found)
+        assert "model.embed_tokens.weight/weight" in found["ended"]
+    written = {row["layer"] for rows in _commit_rows(tmp_path / "store") for row in rows}
+    assert written == {"layers.1", "norm", "lm_head"}
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][-1, -1] *= -1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RankFailedError) as caught:
+        run_ranks(2, tmp_path, partial(train_app, **more), storage, model, 7)
+    assert str(caught.value).count("StoreMismatchError: layer layers.0.frozen has other weights") == 2
 
 
 @pytest.mark.slow

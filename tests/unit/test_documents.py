@@ -3,15 +3,17 @@
 import ast
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
 
+from app.config import Config
 from layercheck.config import parse_config
 from layercheck.errors import ConfigError
 from tests.commands import PROGRAMS, WrongCommandError, check_line, parser_of
 from tests.documents import ROOT, blocks, command_lines, documents, links
-from tests.reference import FOLDER, field_texts, pages, sections
+from tests.reference import FOLDER, config_page, field_texts, pages, sections
 
 TOP = ("checkpoint", "cluster", "train", "data", "model", "run")
 LINES = sorted({(str(path.relative_to(ROOT)), line) for path in documents() for line in command_lines(path)})
@@ -88,6 +90,21 @@ def test_every_setting_says_what_it_means() -> None:
         if name not in field_texts(model)[0] and not hasattr(info.annotation, "model_fields")
     ]
     assert mute == []
+
+
+def _models_in(kind: object) -> set[type[BaseModel]]:
+    """All models that an annotation names, however deep."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return {kind}.union(*(_models_in(info.annotation) for info in kind.model_fields.values()))
+    return set().union(*map(_models_in, get_args(kind)))
+
+
+def test_a_section_that_may_be_null_is_described_like_any_other() -> None:
+    assert {model for _, model in sections()} == _models_in(Config)
+    page = config_page()
+    assert "| `lora` | section | `null` |" in page
+    assert "\n## model.lora\n" in page
+    assert "\n| `targets` |" in page
 
 
 def test_every_argument_says_what_it_means() -> None:

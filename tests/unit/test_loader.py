@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.loader import StepLoader
+from app.loader import Ordered, StepLoader
 from app.order import Order
 from layercheck.errors import StorageError
 
@@ -33,8 +33,7 @@ class Data:
 
 def loader(data: Data, last_step: int = 6, wait_s: float = 20) -> StepLoader:
     return StepLoader(
-        data,  # type: ignore[arg-type]
-        ORDER,
+        Ordered(data, ORDER),  # type: ignore[arg-type]
         rank=1,
         world_size=2,
         micro_batch=2,
