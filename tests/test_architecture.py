@@ -54,6 +54,7 @@ PURE = {
     "layercheck.tracking.preemption",
     "layercheck.tracking.still",
     "layercheck.tracking.versions",
+    "layercheck.tracking.warmup",
     "simulations.comparison.arms",
     "simulations.comparison.as_costs",
     "simulations.comparison.block",

@@ -6,7 +6,7 @@ from layercheck.commands.answer import DAMAGE, GOOD, Answer, number, size, table
 from layercheck.commands.store import Store
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.plan import is_fresh
-from layercheck.coordination.status import summarize
+from layercheck.coordination.status import plan_now, summarize
 
 
 def status(store: Store) -> Answer:
@@ -47,6 +47,10 @@ def _headline(facts: StoreFacts, value: dict[str, Any], fresh: bool) -> str:
             f"recoverable: {size(value['read_bytes'])} to read, oldest layer {value['max_age']} steps, "
             f"size-weighted age {number(value['weighted_age'])} steps"
         )
+        if (plan := plan_now(facts)) is not None and plan.mode == "warmup_rollback":
+            lines.append(
+                f"in the warm-up: a restart goes back to the newest full copy and runs from step {plan.resume_step}"
+            )
     elif fresh:
         lines.append("nothing was trained yet: the next attempt starts at step 1")
     else:

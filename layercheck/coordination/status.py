@@ -14,7 +14,7 @@ def summarize(facts: StoreFacts) -> dict[str, Any]:
     Ages count from the newest step known; `recoverable` says whether a plan exists, `read_bytes` what it
     would read. `drift` is the journaled D_l, `threshold` the K_l at the layer's last write.
     """
-    plan = _plan(facts)
+    plan = plan_now(facts)
     newest = facts.newest
     layers = _layers(facts, plan)
     return {
@@ -30,7 +30,8 @@ def summarize(facts: StoreFacts) -> dict[str, Any]:
     }
 
 
-def _plan(facts: StoreFacts) -> RecoveryPlan | None:
+def plan_now(facts: StoreFacts) -> RecoveryPlan | None:
+    """What the next attempt would load, None where nothing can or need be loaded."""
     try:
         return make_plan(facts, PlanRequest())
     except NoPlanError:
