@@ -26,12 +26,10 @@ def told(storage: str, steps: int) -> list[str]:
 
 def test_a_run_that_ends_in_its_warm_up_was_told_so_and_goes_back(tmp_path: Path) -> None:
     warm, every, store = CONFIG["warmup_steps"], CONFIG["warmup_full_every"], str(tmp_path / "store")
-    begins = (
-        f"warm-up until step {warm}: a restart before its end goes back to the newest full copy, one every "
-    )
+    begins = f"warm-up until step {warm}: a restart before its end goes back to the newest full copy, "
     first, silent = run_ranks(2, tmp_path, told, store, every + 2)
     assert [line for line in first if line.startswith("warm-up")] == [
-        f"{begins}{every} steps (warmup_steps, warmup_full_every)"
+        f"{begins}one every {every} steps (warmup_steps, warmup_full_every)"
     ]
     again, also_silent = run_ranks(2, tmp_path, told, store, warm + 3)
     (recovered,) = [line for line in again if line.startswith("recovered")]
