@@ -49,7 +49,8 @@ def _headline(facts: StoreFacts, value: dict[str, Any], fresh: bool) -> str:
         )
         if (plan := plan_now(facts)) is not None and plan.mode == "warmup_rollback":
             lines.append(
-                f"in the warm-up: a restart goes back to the newest full copy and runs from step {plan.resume_step}"
+                "in the warm-up: a restart goes back to the newest full copy and runs from step "
+                f"{plan.resume_step}"
             )
     elif fresh:
         lines.append("nothing was trained yet: the next attempt starts at step 1")

@@ -88,7 +88,7 @@ def test_status_of_a_run_in_its_warm_up_says_where_a_restart_goes_back_to(
     run.coordinator.close()
     assert main(["status", str(run.folder)]) == 0
     assert (
-        "in the warm-up: a restart goes back to the newest full copy, on to step 3\n"
+        "in the warm-up: a restart goes back to the newest full copy and runs from step 3\n"
         in capsys.readouterr().out
     )
 
