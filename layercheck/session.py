@@ -149,7 +149,7 @@ class Session:
         self._zero3.set_global_state(plan.resume_step - 1, plan.trainer_state)
         opened.step, opened.skipped = self._zero3.step, self._zero3.skipped
         self.meter.take(opened.step, self._zero3.slices)
-        opened.complete = plan.trainer_state
+        opened.state = opened.complete = plan.trainer_state
         self._announce(opened)
         if opened.link is not None and receipt is not None:
             opened.link.note_receipt(receipt)
