@@ -26,7 +26,9 @@ BY_RULE = {"main"}
 
 def test_every_name_in_the_tree_exists() -> None:
     """The other direction is in test_architecture: a file that was renamed leaves no old name behind."""
-    named = set(re.findall(r"(?<![\w/*.-])([\w-]+\.(?:py|sh|yaml|json|css|js|txt|sbatch))\b", TREE.read_text()))
+    named = set(
+        re.findall(r"(?<![\w/*.-])([\w-]+\.(?:py|sh|yaml|json|css|js|txt|sbatch))\b", TREE.read_text())
+    )
     exist = {
         path.name for path in ROOT.rglob("*.*") if ".venv" not in path.parts and "runs" not in path.parts
     }
