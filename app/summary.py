@@ -127,12 +127,14 @@ def _seconds(observed: Observed, attempts: list[Attempt], steps: list[StepRow]) 
 def describe_summary(summary: dict[str, Any]) -> str:
     """The line for a person at the end of a run."""
     model = f"\nmodel: {summary['model']}" if summary.get("model") else ""
+    rest = "" if summary["failures"] else " (no failures: the rest is start, end and stalls)"
     loss = "unknown" if summary["final_loss"] is None else f"{summary['final_loss']:.4f}"
     return (
         f"run {summary['run']} {summary['status']}: step {summary['steps']}, final loss {loss}, "
         f"{summary['failures']} failures, {summary['layer_writes']} layer writes "
         f"({summary['bytes_written'] / 1e6:.1f} MB) {summary['layer_writes_by_reason']}, "
-        f"stall {summary['stall_s']:.2f} s of {summary['train_s']:.1f} s, ETTR {summary['ettr']:.3f}{model}"
+        f"stall {summary['stall_s']:.2f} s of {summary['train_s']:.1f} s in steps, {summary['wall_s']:.1f} s "
+        f"from start to end, ETTR {summary['ettr']:.3f}{rest}{model}"
     )
 
 

@@ -1,6 +1,7 @@
 """Ends or stops a worker at a named rank and step, once: how a failure is injected into a real run."""
 
 import json
+import logging
 import os
 import signal
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, Literal, Self, get_args
 
 from layercheck.errors import ConfigError
 
+log = logging.getLogger(__name__)
 How = Literal["kill", "raise", "stop"]
 """SIGKILL, an exception of the train function, or SIGSTOP: a process that is there and does nothing."""
 
@@ -87,7 +89,9 @@ class FaultPlan:
 def _carry_out(fault: Fault) -> None:
     if fault.how == "raise":
         raise InjectedError(f"fault: rank {fault.rank} raises after step {fault.step}")
-    os.kill(os.getpid(), signal.SIGSTOP if fault.how == "stop" else signal.SIGKILL)
+    sent = signal.SIGSTOP if fault.how == "stop" else signal.SIGKILL
+    log.warning("fault: %s to rank %d after step %d", sent.name, fault.rank, fault.step)
+    os.kill(os.getpid(), sent)
 
 
 def injected_faults(folder: Path) -> list[dict[str, int]]:

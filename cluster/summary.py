@@ -1,8 +1,12 @@
 """What a run shows at its end: receipts, the comparison with a run without failure, the checks."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+import pyarrow.parquet as pq
 
 from layercheck.coordination import journal
 from layercheck.errors import LayerCheckError
@@ -31,8 +35,28 @@ def read_receipts(run: Path) -> list[Receipt]:
     return [Receipt.model_validate(receipt) for receipt in found if receipt is not None]
 
 
-def show_receipt(receipt: Receipt) -> str:
-    """One recovery in words: where it went on, every layer's version, bytes and seconds."""
+def read_losses(run: Path) -> dict[int, float]:
+    """Step -> loss of every step whose row was written and had one."""
+    rows = pq.read_table(run / "metrics", columns=["step", "loss"]).to_pylist()
+    return {row["step"]: row["loss"] for row in rows if row["loss"] is not None}
+
+
+def loss_before(run: Path, attempt: int) -> float | None:
+    """Loss of the step before the one at which an attempt went on, as it found it."""
+    record = journal.read_attempt(open_storage(str(run.parent), run.name), attempt)
+    return record.trainer_state.get("loss") if record is not None else None
+
+
+def show_receipt(
+    receipt: Receipt, before: float | None = None, undisturbed: Mapping[int, float] = MappingProxyType({})
+) -> str:
+    """One recovery in words: where it went on, every layer's version, bytes and seconds, the loss around it.
+
+    Args:
+        receipt: what is told.
+        before: loss of the step before the one at which it went on.
+        undisturbed: step -> loss of the same run without a failure.
+    """
     phases = {name: getattr(receipt, name) for name in RECOVERY_PHASES}
     lines = [
         f"recovery by attempt {receipt.attempt} ({receipt.mode}, {receipt.world_size} workers)",
@@ -51,8 +75,17 @@ def show_receipt(receipt: Receipt) -> str:
         "  " + ", ".join(f"{name[:-2]} {s:.2f} s" for name, s in phases.items() if s is not None),
     ]
     if receipt.loss_20_steps_later is not None:
-        lines.append(f"  loss 20 steps later {receipt.loss_20_steps_later:.4f}")
+        done, later = receipt.resume_step - 1, receipt.resume_step + 19
+        lines.append(
+            f"  loss {_beside(before, undisturbed.get(done))} at step {done}, before; "
+            f"{_beside(receipt.loss_20_steps_later, undisturbed.get(later))} at step {later}, 20 steps later"
+        )
     return "\n".join(lines)
+
+
+def _beside(loss: float | None, undisturbed: float | None) -> str:
+    own = "unknown" if loss is None else f"{loss:.4f}"
+    return own if undisturbed is None else f"{own} (without the failure {undisturbed:.4f})"
 
 
 def show_comparison(killed: dict[str, Any], without: dict[str, Any], full_bytes: int) -> str:
@@ -63,11 +96,16 @@ def show_comparison(killed: dict[str, Any], without: dict[str, Any], full_bytes:
         ("final_loss", "final loss", ".4f"),
         ("steps", "steps", "d"),
         ("attempts", "attempts", "d"),
-        ("wall_s", "seconds", ".1f"),
-        ("stall_s", "seconds waited for saves", ".2f"),
+        ("wall_s", "seconds from start to end", ".1f"),
+        ("train_s", "of these in training steps", ".1f"),
+        ("stall_s", "of these waiting for saves", ".2f"),
         ("ettr", "effective training time", ".3f"),
     ):
         lines.append(f"  {title:<28}{killed[key]:>18{form}}{without[key]:>12{form}}")
+    lines.append(
+        "  effective training time: median step x steps kept / seconds from start to end. What the run\n"
+        "  without a failure lacks is its start and end (Ray, workers, model), which a short run feels most"
+    )
     written = killed["bytes_written"]
     lines.append(
         f"  written {_megabytes(written)}; full checkpoints of {_megabytes(full_bytes)} at every step are "

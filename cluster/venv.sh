@@ -14,7 +14,7 @@ find_python() {
     return 1
 }
 
-# Shows the last line of pip's log from time to time: quiet, but a person sees that it moves.
+# Shows the size of .venv and the last line of pip's log from time to time: a person sees that it moves.
 install_quietly() {
     local log=.venv/install.log begin=$SECONDS pid shown=$SECONDS
     .venv/bin/python -m pip install --disable-pip-version-check --no-input -e ".[$1]" </dev/null >"$log" 2>&1 &
@@ -23,7 +23,9 @@ install_quietly() {
         sleep 1
         if [ $((SECONDS - shown)) -ge 10 ]; then
             shown=$SECONDS
-            printf '  %4d s  %s\n' $((SECONDS - begin)) "$(grep -v WARNING "$log" | tail -n 1 | cut -c1-90)"
+            # The size too: pip says nothing for a minute while it copies thousands of files.
+            printf '  %4d s  %5d MB  %s\n' $((SECONDS - begin)) "$(du -sm .venv | cut -f1)" \
+                "$(grep -v WARNING "$log" | tail -n 1 | cut -c1-90)"
         fi
     done
     if ! wait "$pid"; then

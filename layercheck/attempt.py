@@ -27,6 +27,7 @@ from layercheck.step_report import StepReport
 from layercheck.tracking.ledger import REASON_WINDOW, Ledger, LedgerEvents
 from layercheck.tracking.notices import LOST_SLOTS, RankNotices
 from layercheck.tracking.run_log import RunLog
+from layercheck.tracking.warmup import told_at_the_end
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,10 @@ class Attempt:
 
     def observe(self, report: DriftReport) -> LedgerEvents:
         """Takes in one clean report; on rank 0 also into the tables."""
+        had_k0 = self.ledger.k0 is not None
         events = self.ledger.observe(report)
+        if self.link is not None and not had_k0 and (told := told_at_the_end(report.step, self.ledger)):
+            log.warning("%s", told)
         self.complete = self.unreported.pop(report.step, self.complete)
         self.backlog, self.told_grace_s = report.backlog, report.grace_s
         if self.run_log is not None:

@@ -149,7 +149,7 @@ class Session:
         self._zero3.set_global_state(plan.resume_step - 1, plan.trainer_state)
         opened.step, opened.skipped = self._zero3.step, self._zero3.skipped
         self.meter.take(opened.step, self._zero3.slices)
-        opened.complete = plan.trainer_state
+        opened.state = opened.complete = plan.trainer_state
         self._announce(opened)
         if opened.link is not None and receipt is not None:
             opened.link.note_receipt(receipt)
@@ -192,7 +192,7 @@ class Session:
 
         Args:
             step: number of the optimizer step just taken; must equal `engine.global_steps`.
-            trainer_state: JSON values that the next step depends on; `loss` is checked to be finite.
+            trainer_state: JSON values that the next step depends on; kept is rank 0's. `loss` must be finite.
 
         Raises:
             FencedError: a newer attempt has taken over; return from training without being retried.
@@ -361,7 +361,7 @@ class Session:
                 )
 
     def close(self, how: str = "completed", reason: str = "") -> None:
-        """Waits for the writer and ends the attempt. Safe to call twice, and after any error.
+        """Waits for what is being written, saves nothing more, ends the attempt. Safe twice, after any error.
 
         Args:
             how: `completed` (`preempted` if it was), `failed` or `fenced`.

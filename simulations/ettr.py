@@ -35,6 +35,13 @@ from simulations.ray_tasks import has_cluster, run_on_ray
 from simulations.sweep import Outcome, Plan, run_here, sweep
 from simulations.tables import crossovers, crossovers_in_words, row_of, table, write_parquet
 
+_LEGEND = (
+    "cells: ETTR in % +- half its 95 % interval (with lost progress charged) /steps between two saves",
+    "matched: every interval method takes LayerCheck's mean interval, as in the paper",
+    "own optimum: each takes the interval that is best for it at this MTBF",
+    "derived: computed from what was measured",
+)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 wrong input."""
@@ -130,7 +137,7 @@ def describe(costs: Costs, outcomes: list[Outcome]) -> str:
     """What a person reads at the end: a table for each protocol, and the crossovers."""
     sources = ", ".join(f"{name} {cost.source}" for name, cost in costs.methods.items())
     lines = [f"costs: {costs.title}; {sources}", ""]
-    lines += ["ETTR in % with its 95 % interval (with lost progress charged) / interval in steps", ""]
+    lines += [*_LEGEND, ""]
     for protocol in dict.fromkeys(one.point.protocol for one in outcomes):
         lines += [f"{protocol.replace('_', ' ')}:", table(outcomes, protocol), ""]
     return "\n".join([*lines, "crossovers:", crossovers_in_words(crossovers(outcomes))])

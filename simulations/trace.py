@@ -138,7 +138,7 @@ def read_trace(store: str) -> Trace:
     lr[inside["step"].astype(int) - steps[0]] = inside["lr"]
     settings: dict[str, Any] = recorded.facts.run.config.get("checkpoint", {})
     later = [int(step) for step in drift.where(drift.attempt > drift.attempt.min())["step"]]
-    notes = [f"{len(missing)} steps are missing, the first is {missing[0]}"] if len(missing) else []
+    notes = [_missing_in_words(missing)] if len(missing) else []
     return Trace(
         run=recorded.facts.run.name,
         layer_map=recorded.facts.run.layer_map,
@@ -152,6 +152,13 @@ def read_trace(store: str) -> Trace:
         undisturbed=min([*later, *missing.tolist(), int(steps[-1]) + 1]) - 1,
         nbytes=recorded.version_bytes,
         notes=(*recorded.notes, *notes),
+    )
+
+
+def _missing_in_words(missing: npt.NDArray[np.int64]) -> str:
+    return (
+        f"{len(missing)} steps are missing, the first is {missing[0]}: rows are written every "
+        "metrics_flush_s, and those of the last moments die with a worker; the step before stands for them"
     )
 
 

@@ -31,7 +31,7 @@ PROGRAMS = {
 }
 """`python -m NAME`, or the command itself -> the module whose `main` takes the arguments."""
 OUTSIDE = {
-    ".", "bash", "cd", "docker", "export", "kubectl", "pip", "pkill", "python", "ray", "torchrun",
+    ".", "bash", "cd", "docker", "export", "kill", "kubectl", "pip", "python", "python3", "ray", "torchrun",
 }  # fmt: skip
 """Other programs that a document may tell a person to run."""
 

@@ -1,4 +1,4 @@
-"""The tree as a stranger meets it: what the README names exists, and nothing lies about that nobody uses."""
+"""The tree as a stranger meets it: what its page names exists, and nothing lies about that nobody uses."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.test_architecture import PACKAGES, PURE, ROOT, python_files, sources, tree
+from tests.test_architecture import PACKAGES, PURE, ROOT, TREE, python_files, sources, tree
 
 KEPT_FOR_TESTS = {
     "layercheck.integrations.hf": {"LayerCheckTrainerMixin"},  # a user's class inherits from it
@@ -21,16 +21,14 @@ BY_RULE = {"main"}
 """Names that somebody else looks up: entry points."""
 
 
-def readme_tree() -> str:
-    return (ROOT / "README.md").read_text().split("## The tree")[1].split("\n## ")[0]
-
-
-# ---------------------------------------------------------------- the tree in the README
+# ---------------------------------------------------------------- the page of the tree
 
 
 def test_every_name_in_the_tree_exists() -> None:
     """The other direction is in test_architecture: a file that was renamed leaves no old name behind."""
-    named = set(re.findall(r"(?<![\w/*.-])([\w-]+\.(?:py|sh|yaml|json|css|js|txt|sbatch))\b", readme_tree()))
+    named = set(
+        re.findall(r"(?<![\w/*.-])([\w-]+\.(?:py|sh|yaml|json|css|js|txt|sbatch))\b", TREE.read_text())
+    )
     exist = {
         path.name for path in ROOT.rglob("*.*") if ".venv" not in path.parts and "runs" not in path.parts
     }
@@ -41,14 +39,14 @@ def test_every_name_in_the_tree_exists() -> None:
 
 def test_every_helper_of_the_tests_is_in_the_tree() -> None:
     helpers = [path for path in (ROOT / "tests").glob("*.py") if not path.name.startswith("test_")]
-    missing = [path.name for path in helpers if not re.search(rf"\b{path.name}\b", readme_tree())]
+    missing = [path.name for path in helpers if not re.search(rf"\b{path.name}\b", TREE.read_text())]
     assert [name for name in missing if name != "__init__.py"] == []
 
 
-def test_files_that_the_readme_calls_pure_are_the_pure_files() -> None:
+def test_files_that_the_tree_calls_pure_are_the_pure_files() -> None:
     """Of the lines that begin with one name: `plan.py  [pure] the recovery plan`."""
     names = {name.rpartition(".")[2] for name in PURE}
-    lines = re.findall(r"^\s*(\w+)\.py\s+\[pure\]", readme_tree(), re.MULTILINE)
+    lines = re.findall(r"^\s*(\w+)\.py\s+\[pure\]", TREE.read_text(), re.MULTILINE)
     assert len(lines) > 20
     assert [name for name in lines if name not in names] == []
 

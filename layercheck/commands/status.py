@@ -6,7 +6,7 @@ from layercheck.commands.answer import DAMAGE, GOOD, Answer, number, size, table
 from layercheck.commands.store import Store
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.plan import is_fresh
-from layercheck.coordination.status import summarize
+from layercheck.coordination.status import plan_now, summarize
 from layercheck.lost import in_words
 
 
@@ -52,6 +52,11 @@ def _headline(facts: StoreFacts, value: dict[str, Any], fresh: bool) -> str:
             f"a failure now loses {number(value['lost_steps'])} steps of the whole model, movement "
             f"{in_words(value['lost_drift'], value['measure'])}"
         )
+        if (plan := plan_now(facts)) is not None and plan.mode == "warmup_rollback":
+            lines.append(
+                "in the warm-up: a restart goes back to the newest full copy and runs from step "
+                f"{plan.resume_step}"
+            )
     elif fresh:
         lines.append("nothing was trained yet: the next attempt starts at step 1")
     else:

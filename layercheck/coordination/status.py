@@ -15,7 +15,7 @@ def summarize(facts: StoreFacts) -> dict[str, Any]:
     would read, `lost_steps` and `lost_drift` what a failure now would lose (see `RecoveryPlan`). `drift` is
     the journaled D_l, `threshold` the K_l at the layer's last write.
     """
-    plan = _plan(facts)
+    plan = plan_now(facts)
     newest = facts.newest
     layers = _layers(facts, plan)
     return {
@@ -34,7 +34,8 @@ def summarize(facts: StoreFacts) -> dict[str, Any]:
     }
 
 
-def _plan(facts: StoreFacts) -> RecoveryPlan | None:
+def plan_now(facts: StoreFacts) -> RecoveryPlan | None:
+    """What the next attempt would load, None where nothing can or need be loaded."""
     try:
         return make_plan(facts, PlanRequest())
     except NoPlanError:

@@ -36,7 +36,8 @@ def refuse_if_live(
         if timer.clock() - said >= _SAY_EVERY_S:
             said = timer.clock()
             say(
-                f"run {run_name}: is attempt {newest.attempt} alive? watched {waited:.0f} of {takeover_s:g} s"
+                f"run {run_name}: is attempt {newest.attempt} alive? watched {waited:.0f} of "
+                f"takeover_s={takeover_s:g} s (--takeover, takeover=True of attach: without waiting)"
             )
         # A rest that rounding leaves would never pass on a clock that moves by what was slept.
         timer.sleep(min(_POLL_S, max(_SHORTEST_S, takeover_s - waited)))
@@ -47,7 +48,8 @@ def refuse_if_live(
             return
         step = now[1].step if now[1] is not None else newest.r_b
         raise RunIsLiveError(
-            f"run {run_name} is live (step {step}, moving); end it or pass --takeover",
+            f"run {run_name} is live (step {step}, moving); end it or pass --takeover "
+            "(takeover=True of attach)",
             run=run_name,
             step=step,
         )

@@ -16,6 +16,7 @@ from layercheck.persistence.storage import Storage
 from layercheck.recovery.collectives import count_over_ranks, on_rank_zero
 from layercheck.recovery.frozen import frozen_hashes
 from layercheck.redact import without_secrets
+from layercheck.tracking.warmup import told_at_the_start
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ def _claim(
     grant = coordinator.begin_attempt(
         token, submission.name, zero3.world_size, config.recovery, submission.takeover
     )
-    for note in grant.notes:
+    warmup = told_at_the_start(grant.r_b, config)
+    for note in (*grant.notes, *([warmup] if warmup else [])):
         log.warning("%s", note)
     return grant

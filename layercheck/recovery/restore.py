@@ -201,9 +201,18 @@ def in_words(receipt: Receipt) -> str:
     newer = f" {added} layers with a residual: their moments are older than their weights;" if added else ""
     return (
         f"recovered ({receipt.mode}) after step {receipt.t_fail} (known from {receipt.t_fail_source}):"
-        f" going on at step {receipt.resume_step} with layers 0 to {receipt.max_age} steps old,"
+        f" going on at step {receipt.resume_step} with {_ages_in_words(receipt)} steps old,"
         f" {receipt.weighted_age:.1f} on average, {receipt.lost_steps:.1f} steps of progress lost,"
         f" movement {lost.in_words(receipt.lost_drift, receipt.measure)};"
         f"{newer} {receipt.nbytes} bytes, plan {receipt.plan_s:.2f} s, fetch {receipt.fetch_s:.2f} s,"
         f" install {receipt.install_s:.2f} s; {len(receipt.bad)} bad shards, {older} layers fell back"
     )
+
+
+def _ages_in_words(receipt: Receipt) -> str:
+    """The youngest and the oldest layer that trains: a frozen one is of any age, and loses nothing by it."""
+    ages = [layer["age"] for layer in receipt.layers if not layer["name"].endswith(".frozen")]
+    youngest = min(ages, default=receipt.max_age)
+    if youngest == receipt.max_age:
+        return f"all layers {receipt.max_age}"
+    return f"layers {youngest} to {receipt.max_age}"

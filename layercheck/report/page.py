@@ -180,7 +180,9 @@ def _outage(attempt: AttemptSeconds) -> str:
 
 
 def _receipts(report: RunReport) -> str:
-    receipts = [receipt_section(row.receipt) for row in report.attempts if row.receipt is not None]
+    receipts = [
+        receipt_section(row.receipt, row.loss_before) for row in report.attempts if row.receipt is not None
+    ]
     return "\n".join(["<h2>Recoveries</h2>", *receipts]) if receipts else ""
 
 

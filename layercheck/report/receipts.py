@@ -10,8 +10,11 @@ from layercheck.report.pieces import html_table, scrolled
 from layercheck.report.spans import share_bar
 
 
-def receipt_section(receipt: dict[str, Any]) -> str:
-    """A receipt as storage keeps it; keys that an older version did not write are left out."""
+def receipt_section(receipt: dict[str, Any], loss_before: float | None = None) -> str:
+    """A receipt as storage keeps it, and the loss of the step before the one at which training went on.
+
+    Keys that an older version did not write are left out.
+    """
     phases = [(key.removesuffix("_s").replace("_", " "), receipt.get(key)) for key in RECOVERY_PHASES]
     known = ", ".join(f"{name} {number(seconds)} s" for name, seconds in phases if seconds is not None)
     later = receipt.get("loss_20_steps_later")
@@ -22,8 +25,8 @@ def receipt_section(receipt: dict[str, Any]) -> str:
         f"{number(receipt.get('weighted_age'))}, lost steps {number(receipt.get('lost_steps'))}, lost "
         f"movement {in_words(receipt.get('lost_drift'), receipt.get('measure') or '')}",
         f"{size(receipt.get('nbytes') or 0)} read; {known or 'no times known'}",
-        f"loss 20 steps later: {'not reached' if later is None else number(later, 5)}; random numbers: "
-        f"{receipt.get('rng')}",
+        f"loss before: {'unknown' if loss_before is None else number(loss_before, 5)}, 20 steps later: "
+        f"{'not reached' if later is None else number(later, 5)}; random numbers: {receipt.get('rng')}",
     ]
     items = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
     title = f"Recovery of attempt {receipt.get('attempt')}: {receipt.get('mode')}"

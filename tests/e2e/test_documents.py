@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -44,22 +45,36 @@ def layercheck(folder: Path, *args: str) -> str:
     return done.stdout
 
 
+def run_until_rank_1_is_killed(folder: Path, env: dict[str, str]) -> str:
+    """The first life of the tutorial: all that it said until its launcher ended by itself."""
+    with open(folder / "first.log", "w") as log:
+        first = subprocess.Popen(
+            [*PROGRAM, "400"], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=log,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 240
+        while newest_step(folder) <= 40:
+            said = (folder / "first.log").read_text()
+            assert first.poll() is None, said[-3000:]
+            assert time.monotonic() < deadline, f"step 40 did not come in time: {said[-3000:]}"
+            time.sleep(0.2)
+        number = re.search(r"^rank 1 is process (\d+)$", said, re.MULTILINE)
+        assert number, said[-3000:]
+        os.kill(int(number[1]), signal.SIGKILL)
+        assert first.wait(timeout=90) != 0
+    finally:
+        if first.poll() is None:
+            kill_all(first.pid)
+    return (folder / "first.log").read_text()
+
+
 def test_the_tutorial_is_killed_and_goes_on_at_the_next_step(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(python_of(ROOT / "docs" / "tutorial.md"))
     env = environment(tmp_path)
-    first = subprocess.Popen(
-        [*PROGRAM, "400"], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 240
-        while newest_step(tmp_path) <= 40:
-            assert first.poll() is None, first.communicate()[0][-3000:]
-            assert time.monotonic() < deadline, "step 40 did not come in time"
-            time.sleep(0.2)
-    finally:
-        kill_all(first.pid)
-    before = first.communicate()[0]
+    before = run_until_rank_1_is_killed(tmp_path, env)
+    assert "warm-up until step 10: " in before
+    assert "warm-up over at step 10: " in before
     stopped = newest_step(tmp_path)
     last = stopped + 20
     again = subprocess.run(
@@ -67,15 +82,23 @@ def test_the_tutorial_is_killed_and_goes_on_at_the_next_step(tmp_path: Path) -> 
         text=True, timeout=240, check=False,
     )  # fmt: skip
     assert again.returncode == 0, (again.stdout + again.stderr)[-3000:]
-    recovered = re.search(r"recovered \(composite\) after step (\d+)", again.stderr)
+    recovered = re.search(
+        r"recovered \(composite\) after step (\d+) \(known from (?:journal|commit)\): going on at step (\d+) "
+        r"with layers (\d+) to (\d+) steps old",
+        again.stderr,
+    )
     assert recovered, again.stderr[-3000:]
     t_fail = int(recovered[1])
+    assert int(recovered[2]) == t_fail + 1
+    assert int(recovered[3]) < int(recovered[4])
     assert t_fail >= stopped
     assert f"step {t_fail} " in before
     steps = [int(line.split()[1]) for line in again.stdout.splitlines() if line.startswith("step ")]
     assert steps == list(range(t_fail + 1, last + 1))
     assert "recoverable" in layercheck(tmp_path, "status", "runs/own")
-    assert f"resumes at step {last + 1}" in layercheck(tmp_path, "plan", "runs/own")
+    plan = layercheck(tmp_path, "plan", "runs/own")
+    assert f"resumes at step {last + 1}" in plan
+    assert "oldest layer 0 steps" in plan, "save_now at the end"
     layercheck(tmp_path, "verify", "runs/own")
     layercheck(tmp_path, "report", "runs/own", "--out", "own.html")
     assert (tmp_path / "own.html").stat().st_size > 10_000

@@ -39,12 +39,13 @@ def test_a_fault_with_two_times_kills_two_lives_of_the_same_step(tmp_path):
     assert [life(tmp_path, times=2)[0] for _ in range(3)] == [-signal.SIGKILL, -signal.SIGKILL, 0]
 
 
-def test_the_marker_is_on_disk_before_the_kill(tmp_path, monkeypatch):
+def test_the_marker_is_on_disk_before_the_kill(tmp_path, monkeypatch, caplog):
     seen = []
     monkeypatch.setattr(os, "kill", lambda pid, sig: seen.append((sig, plan.injected())))
     plan = FaultPlan.parse([{"rank": 0, "step": 2}], str(tmp_path), "run")
     plan.maybe_kill(0, 2)
     assert seen == [(signal.SIGKILL, [{"rank": 0, "step": 2}])]
+    assert caplog.messages == ["fault: SIGKILL to rank 0 after step 2"]
 
 
 def test_a_fault_may_raise_or_stop_instead(tmp_path, monkeypatch):

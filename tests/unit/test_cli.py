@@ -77,6 +77,23 @@ def test_status_for_a_person_names_every_layer(run: RealRun, capsys: pytest.Capt
     text = capsys.readouterr().out
     assert all(name in text for name in NEWEST)
     assert "oldest layer 10 steps" in text
+    assert "warm-up" not in text
+
+
+def test_status_of_a_run_in_its_warm_up_says_where_a_restart_goes_back_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RealRun(tmp_path / "warm")
+    run.beat(0)
+    run.save(0)
+    run.save(2)
+    run.train(3)
+    run.coordinator.close()
+    assert main(["status", str(run.folder)]) == 0
+    assert (
+        "in the warm-up: a restart goes back to the newest full copy and runs from step 3\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_watching_ends_when_the_run_has_completed(run: RealRun, capsys: pytest.CaptureFixture[str]) -> None:

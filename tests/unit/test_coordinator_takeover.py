@@ -40,7 +40,7 @@ def test_a_run_that_does_not_move_is_taken_over_with_a_progress_line(storage: Fa
     begun = clock.now
     assert rival.begin_attempt("t2", "s2", 2, "composite").attempt == 2
     assert clock.now - begun >= 12
-    assert any("watched" in line for line in said)
+    assert any("watched" in line and "takeover_s=12 s" in line for line in said)
     clock.now += 1
     assert group.grant.attempt == 1
 

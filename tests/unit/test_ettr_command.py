@@ -52,6 +52,7 @@ def test_a_sweep_leaves_table_pictures_and_crossovers(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "matched:" in said
     assert "own optimum:" in said
+    assert "/steps between two saves" in said
     assert "million failures a second" in said
     rows = pq.read_table(tmp_path / "ettr.parquet").to_pylist()
     assert len(rows) == 3 * 2 * 3

@@ -10,11 +10,12 @@ import pytest
 
 from layercheck.cli import main
 from layercheck.commands.store import open_both
-from layercheck.coordination import history
+from layercheck.coordination import history, journal
 from layercheck.persistence.storage import LocalStorage
 from layercheck.report import charts
 from layercheck.report.data import MAX_COLUMNS
 from layercheck.report.page import page
+from layercheck.report.receipts import receipt_section
 from tests.report_runs import Page, log_steps, look, recovered_run
 from tests.runs import LAYERS, coordinator, run_record
 from tests.stores import RealRun, real_run
@@ -26,6 +27,24 @@ def folder(tmp_path: Path) -> Path:
 
 
 # ---------------------------------------------------------------- numbers
+
+
+def test_a_recovery_shows_the_loss_before_it_where_it_is_known(folder: Path) -> None:
+    row = look(folder).attempts[1]
+    assert row.receipt is not None
+    assert row.loss_before is None, "this loop kept none"
+    assert "loss before: unknown, 20 steps later: not reached" in receipt_section(
+        row.receipt, row.loss_before
+    )
+    store = open_both(str(folder)).layercheck
+    record = journal.load_facts(store).attempts[2]
+    for kept, expected in ((5.75, 5.75), ("<b>", None)):
+        state = record.trainer_state | {"loss": kept}
+        store.delete("attempts/a002.json")
+        store.write("attempts/a002.json", [journal.dump(record.model_copy(update={"trainer_state": state}))])
+        assert look(folder).attempts[1].loss_before == expected
+    text = receipt_section(row.receipt | {"loss_20_steps_later": 5.5}, 5.75)
+    assert "loss before: 5.75, 20 steps later: 5.5;" in text
 
 
 def test_the_sums_are_those_of_the_store(folder: Path) -> None:
