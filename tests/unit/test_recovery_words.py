@@ -2,7 +2,7 @@
 
 import pytest
 
-from layercheck.manifest import Receipt
+from layercheck.receipt import Receipt
 from layercheck.recovery.restore import in_words
 
 
