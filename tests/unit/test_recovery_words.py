@@ -9,6 +9,7 @@ from layercheck.recovery.restore import in_words
 def receipt(**ages: int) -> Receipt:
     trainable = [age for name, age in ages.items() if name != "frozen"]
     layer = {"step": 0, "attempt": 1, "lost": 0, "reason": "drift", "nbytes": 1, "fallback": False}
+    layer |= {"residual": None}
     names = {name: "layers.0.frozen" if name == "frozen" else name for name in ages}
     return Receipt(
         attempt=2, mode="composite", t_fail=60, t_fail_source="journal", resume_step=61, world_size=2,
