@@ -222,8 +222,8 @@ def _residuals(
 ) -> tuple[LayerWrite, ...]:
     """Layers that moved by `k_ratio` of K since their newest save, the furthest first, in what room is left.
 
-    They count by their bytes, so an event of residuals alone holds many. After a full event the first ones
-    are staggered like the versions, for the same reason.
+    They count by the bytes that the step copies, a third of a version's. After a full event and after a
+    recovery the first ones are staggered like the versions, for the same reason.
     """
     if not config.residual.enabled:
         return ()
