@@ -15,6 +15,7 @@ from layercheck.layers import LayerMap
 from layercheck.lost import over_all
 from layercheck.manifest import DriftReport
 from layercheck.tracking.policy import ResidualFacts
+from layercheck.tracking.versions import first_staggers
 
 Base = tuple[int, int]
 
@@ -31,6 +32,7 @@ class LayerUnsaved:
         base: (step, attempt) of the version whose weights the ranks keep for residuals, attempt 0 for this
             one; None where that version is lost or damaged.
         is_path: the newest save is a residual, from which no distance is measured.
+        stagger: factor of the threshold of the first residual after a recovery, else 1.
     """
 
     moved: float = 0.0
@@ -39,6 +41,7 @@ class LayerUnsaved:
     pending: dict[int, float] = field(default_factory=dict)
     base: Base | None = None
     is_path: bool = False
+    stagger: float = 1.0
 
     @property
     def lost(self) -> float:
@@ -56,9 +59,16 @@ class Unsaved:
 
     @classmethod
     def since(cls, step: int, layer_map: LayerMap, measure: str) -> Self:
-        """An attempt that begins after `step`: nothing has been lost of it."""
+        """An attempt that begins after `step`: nothing has been lost of it.
+
+        All layers count from here, so without a stagger their residuals would come due together.
+        """
         numel = {layer.name: layer.numel for layer in layer_map.trainable}
-        return cls(measure, numel, {name: LayerUnsaved(since=step, committed=step) for name in numel})
+        layers = {
+            name: LayerUnsaved(since=step, committed=step, stagger=stagger)
+            for name, stagger in first_staggers(layer_map).items()
+        }
+        return cls(measure, numel, layers)
 
     def observe(self, report: DriftReport) -> None:
         """Adds the movement of one step. What a save holds already, and a lag reports late, is its own."""
@@ -86,7 +96,7 @@ class Unsaved:
         taken = [self.layers[name] for name in names if name in self.layers]
         for layer in taken:
             layer.pending[step] = layer.pending.get(step, 0.0) + layer.moved
-            layer.moved, layer.since = 0.0, step
+            layer.moved, layer.since, layer.stagger = 0.0, step, 1.0
         return taken
 
     def commit(self, step: int) -> None:
@@ -121,7 +131,7 @@ class Unsaved:
         layer = self.layers[name]
         if layer.base is None or layer.pending:
             return None
-        return ResidualFacts(layer.base, layer.moved, is_first=layer.since == layer.base[0])
+        return ResidualFacts(layer.base, layer.moved, layer.since == layer.base[0], layer.stagger)
 
     def lost_steps(self, step: int) -> float:
         """sum(n_l * lost_l) / sum(n_l), in steps, if the run failed after `step`."""

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from layercheck.config import parse_config
 from layercheck.decision import LayerWrite
 from layercheck.errors import ConfigError
-from layercheck.manifest import DriftReport, LayerStep
+from layercheck.manifest import DriftReport, LayerPlan, LayerStep, RecoveryPlan
+from layercheck.tracking.ledger import Ledger
 from layercheck.tracking.policy import LayerFacts, PolicyFacts, ResidualFacts, decide
+from layercheck.tracking.unsaved import Unsaved
 from tests.unit.simulated_run import SimulatedRun, config, transformer
 
 MAP = transformer(6)
@@ -106,13 +108,13 @@ def test_residuals_take_the_furthest_first_and_only_the_room_that_versions_left(
 # -------------------------------------------------------------------------------------------- over whole runs
 
 
-def simulated(residual: dict[str, object] = ON, **more: object) -> SimulatedRun:
+def simulated(residual: dict[str, object] = ON, share: float = 0.3, **more: object) -> SimulatedRun:
     settings_ = config(
         warmup_steps=10,
         warmup_full_every=5,
         s_max=200,
         target_interval=50,
-        max_event_share=0.3,
+        max_event_share=share,
         residual=residual,
     )
     return SimulatedRun(MAP, settings_, lambda step, name: 0.01 * (1 + len(name) % 3), **more)  # type: ignore[arg-type]
@@ -154,6 +156,56 @@ def test_each_base_is_committed_and_nothing_of_the_layer_is_in_flight(delay: int
         if decision.writes:
             waiting[decision.step] = list(decision.writes)
     assert any(decision.residuals for decision in run.decisions)
+
+
+def resumed(run: SimulatedRun, t_fail: int) -> Ledger:
+    """The ledger after a failure; no version is due soon."""
+    layers = tuple(
+        LayerPlan(
+            layer=layer.name, numel=layer.numel, step=step, attempt=1, age=t_fail - step, lost=t_fail - step,
+            reason="drift", shards=(),
+        )
+        for layer in MAP.layers
+        if (step := run.ledger.versions.layers[layer.name].committed) >= 0
+    )  # fmt: skip
+    plan = RecoveryPlan(
+        mode="composite", world_size=2, t_fail=t_fail, t_fail_source="live", resume_step=t_fail + 1,
+        trainer_state={"step": t_fail, "layercheck": run.ledger.to_state()},
+        drift=dict.fromkeys(run.ledger.drift, 0.0),
+        layers=layers,
+    )  # fmt: skip
+    return Ledger.resumed(MAP, run.config, plan)
+
+
+def test_after_a_recovery_the_first_residuals_are_staggered_as_after_a_full_event():
+    """All layers count from the step of the recovery: without a stagger they would be due together."""
+    run = simulated(ON | {"k_ratio": 0.5}, share=1.0).run(0, 60)
+    ledger, firsts = resumed(run, 60), dict[str, int]()
+    for step in range(61, 130):
+        moved = dict.fromkeys(ledger.drift, 0.01)
+        ledger.observe(DriftReport(step, moved, 1e-4, committed_step=step - 1))
+        decision = decide(ledger.facts(step, 1e-4), run.config)
+        ledger.select(decision)
+        for write in decision.writes:
+            firsts.setdefault(write.layer, step if write.base else -1)
+    found = [step for name, step in firsts.items() if step > 0 and name.startswith("layers.")]
+    assert len(found) == len(set(found)) > 2, firsts
+
+
+def test_the_stagger_of_a_recovery_is_over_with_the_first_residual():
+    after = ResidualFacts(BASE, 0.06, is_first=False, stagger=0.5)
+    assert decide(facts(replace(fact("a", 0.0), residual=after)), CONFIG).residuals
+    assert not decide(facts(replace(fact("a", 0.0), residual=replace(after, stagger=1.0))), CONFIG).residuals
+    both = replace(fact("a", 0.0, stagger=0.5), residual=replace(after, is_first=True, drift=0.03))
+    assert not decide(facts(both), CONFIG).residuals, "one stagger, not both"
+    books = Unsaved.since(60, MAP, "mean_abs")
+    books.layers["norm"].base = (50, 1)
+    first = books.residual_of("norm")
+    assert first is not None
+    assert first.stagger < 1
+    books.take_residuals(61, ["norm"])
+    books.commit(61)
+    assert books.residual_of("norm") == ResidualFacts((50, 1), 0.0, is_first=False)
 
 
 def test_a_layer_whose_version_was_lost_gets_none_before_its_next_version():
