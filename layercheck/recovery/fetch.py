@@ -143,8 +143,8 @@ class Fetcher:
             raise _BadShardError(plan.shards[0], f"the shards do not cover parameter {short[0]}")
         if self._bases is not None:
             self._bases.keep(plan.layer, (plan.step, plan.attempt), _weights(slices))
-        if plan.residual is not None:
-            self._add_residual(plan, plan.residual, wanted, _weights(slices))
+        if plan.residual is not None and (weights := _weights(slices)):
+            self._add_residual(plan, plan.residual, wanted, weights)
         return FetchedLayer(plan.layer, plan.step, slices)
 
     def _add_residual(
