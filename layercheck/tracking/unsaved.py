@@ -31,7 +31,7 @@ class LayerUnsaved:
         pending: step of a save in flight -> the movement that is lost with it.
         base: (step, attempt) of the version whose weights the ranks keep for residuals, attempt 0 for this
             one; None where that version is lost or damaged.
-        is_path: the newest save is a residual, from which no distance is measured.
+        is_path: the newest save is a residual or has rotted: no distance from what comes back is measured.
         stagger: factor of the threshold of the first residual after a recovery, else 1.
     """
 
@@ -121,10 +121,25 @@ class Unsaved:
                 layer.moved += moved
                 layer.since = max(layer.pending, default=layer.committed)
 
-    def drop_base(self, name: str) -> None:
-        """The newest version of a layer has rotted: nothing can be added to it."""
-        if name in self.layers:
-            self.layers[name].base = None
+    def rotted(self, name: str, rotten: int, usable: int, now: int) -> None:
+        """The newest committed version of a layer is damaged: what it and its residuals held is lost, too.
+
+        How far the layer moved from `usable`, the step that comes back, to its newest save is not known any
+        more: it is taken to have moved as fast as since. A version that is in flight holds all of it, while a
+        residual in flight has nothing to be added to.
+        """
+        layer = self.layers.get(name)
+        if layer is None:
+            return
+        if layer.base is not None and layer.base[0] == rotten:
+            layer.base, layer.moved, layer.pending = None, layer.lost, {}
+        steps, behind = now - layer.committed, max(0, layer.committed - usable)
+        more = layer.lost * behind / steps if steps > 0 else 0.0
+        layer.committed -= behind
+        if layer.pending:
+            layer.pending[min(layer.pending)] += more
+        else:
+            layer.moved, layer.since, layer.is_path = layer.moved + more, layer.committed, True
 
     def residual_of(self, name: str) -> ResidualFacts | None:
         """What the policy may know of a layer that can have a residual now: nothing of it is in flight."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from layercheck.coordination.lost import lost_drift
 from layercheck.lost import in_words, over_all
-from layercheck.manifest import DriftReport, Progress
+from layercheck.manifest import DriftReport, LayerStep, Progress
 from layercheck.tracking.unsaved import Unsaved
 from tests.unit.simulated_run import SimulatedRun, config, transformer
 
@@ -88,6 +88,50 @@ def test_books_hold_all_that_moved_since_the_newest_committed_save(turns: list[t
             books.lose(in_flight.pop(0))
         assert books.layers["norm"].lost == step - committed
         assert books.layers["norm"].committed == committed
+
+
+def test_what_a_rotten_version_held_is_lost_again():
+    """Versions of steps 4 and 8, one unit a step; that of step 8 rots. One in flight holds everything."""
+    for in_flight in (False, True):
+        books = Unsaved.since(0, MAP, "mean_abs")
+        for step in range(1, 11):
+            books.observe(report(step))
+            if step in (4, 8) or (step == 10 and in_flight):
+                books.take(step, ["norm"])
+            books.commit(step if step < 10 else 0)
+        assert books.layers["norm"].lost == 2.0
+        books.rotted("norm", 8, 4, 10)
+        assert (books.layers["norm"].lost, books.layers["norm"].committed) == (6.0, 4)
+        assert lost_drift(journal(books, 10), "norm", 4, 6) == pytest.approx(6.0)
+        assert books.layers["norm"].base == ((10, 0) if in_flight else None)
+        books.observe(report(11, displacement=dict.fromkeys(NAMES, 0.1)))
+        assert books.layers["norm"].lost == (6.1 if in_flight else 7.0), "no distance from a rotten version"
+        books.take(12, ["norm"])
+        books.commit(12)
+        assert books.layers["norm"].lost == 0.0
+
+
+def test_what_the_attempt_began_with_is_not_lost_again_with_a_rotten_version():
+    settings_ = config(warmup_steps=10, warmup_full_every=5, s_max=40, target_interval=10)
+    ledger = SimulatedRun(MAP, settings_, lambda step, name: 0.5).run(0, 30).ledger
+    ledger.began = 8
+    norm = ledger.unsaved.layers["norm"]
+    assert (norm.committed, norm.pending) == (29, {})
+    ledger.observe(DriftReport(30, {}, 1e-4, demoted=LayerStep("norm", 5)))
+    assert (norm.committed, norm.lost) == (8, pytest.approx(0.5 * (30 - 8)))
+
+
+def test_a_residual_in_flight_is_worth_nothing_once_its_version_has_rotted():
+    books = Unsaved.since(0, MAP, "mean_abs")
+    for step in range(1, 11):
+        books.observe(report(step))
+        if step == 6:
+            books.take(step, ["norm"])
+            books.commit(step)
+    books.take_residuals(10, ["norm"])
+    books.rotted("norm", 6, 2, 10)
+    books.commit(10)
+    assert (books.layers["norm"].lost, books.layers["norm"].committed) == (8.0, 2)
 
 
 def test_the_ledger_keeps_them_through_a_run_with_slow_and_lost_saves():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layercheck.config import parse_config
-from layercheck.decision import LayerWrite
+from layercheck.decision import LayerWrite, PersistDecision
 from layercheck.errors import ConfigError
 from layercheck.manifest import DriftReport, LayerPlan, LayerStep, RecoveryPlan
 from layercheck.tracking.ledger import Ledger
@@ -227,6 +227,17 @@ def test_a_layer_whose_version_has_rotted_gets_none():
     rotten = DriftReport(61, {}, 1e-4, committed_step=60, demoted=LayerStep("norm", step - 1))
     run.ledger.observe(rotten)
     assert run.ledger.unsaved.residual_of("norm") is None
+
+
+def test_a_rotten_version_takes_no_base_from_the_newer_one_in_flight():
+    run = simulated().run(0, 60)
+    ledger = run.ledger
+    ledger.observe(DriftReport(61, {}, 1e-4, committed_step=60))
+    before = ledger.versions.layers["norm"].committed
+    ledger.select(PersistDecision(61, (LayerWrite("norm", "drift", 1.0, 1.0, 3),)))
+    ledger.observe(DriftReport(62, {}, 1e-4, committed_step=60, demoted=LayerStep("norm", before - 1)))
+    ledger.observe(DriftReport(63, {}, 1e-4, committed_step=61))
+    assert ledger.unsaved.residual_of("norm") == ResidualFacts((61, 0), 0.0, is_first=True)
 
 
 @pytest.mark.parametrize(
