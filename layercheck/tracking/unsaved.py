@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from layercheck.layers import LayerMap
-from layercheck.lost import over_all
+from layercheck.lost import DISPLACEMENT, over_all
 from layercheck.manifest import DriftReport
 from layercheck.tracking.policy import ResidualFacts
 from layercheck.tracking.versions import first_staggers
@@ -161,8 +161,9 @@ class Unsaved:
 
     def to_state(self) -> dict[str, Any]:
         """JSON values that ride in the heartbeat; `coordination/lost.py` reads them."""
+        is_path = any(layer.is_path for layer in self.layers.values())
         return {
-            "measure": self.measure,
+            "measure": self.measure.removeprefix(DISPLACEMENT) if is_path else self.measure,
             "layers": {name: _values(layer) for name, layer in self.layers.items()},
         }
 

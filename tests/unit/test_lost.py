@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layercheck.coordination.lost import lost_drift
+from layercheck.coordination.lost import lost_drift, measure_of
 from layercheck.lost import in_words, over_all
-from layercheck.manifest import DriftReport, LayerStep, Progress
+from layercheck.manifest import DriftReport, LayerPlan, LayerStep, Progress
 from layercheck.tracking.unsaved import Unsaved
 from tests.unit.simulated_run import SimulatedRun, config, transformer
 
@@ -150,9 +150,9 @@ def test_the_ledger_keeps_them_through_a_run_with_slow_and_lost_saves():
 # ------------------------------------------------------------------------------------------- from the journal
 
 
-def booked() -> Progress:
+def booked(measure: str = "mean_abs") -> Progress:
     """A save of step 4 committed, one of step 6 in flight, journaled at step 9; one unit a step."""
-    books = Unsaved.since(0, MAP, "mean_abs")
+    books = Unsaved.since(0, MAP, measure)
     for step in range(1, 10):
         books.observe(report(step))
         if step in (4, 6):
@@ -175,6 +175,44 @@ def booked() -> Progress:
 )
 def test_what_is_lost_with_the_save_that_comes_back(saved: int, t_fail: int, expected: float):
     assert lost_drift(booked(), "norm", saved, t_fail - saved) == pytest.approx(expected)
+
+
+def planned(saved: int, t_fail: int, beat: Progress) -> LayerPlan:
+    lost = t_fail - saved
+    return LayerPlan(
+        layer="norm", numel=10, step=saved, attempt=1, age=lost, lost=lost, reason="drift", shards=(),
+        lost_drift=lost_drift(beat, "norm", saved, lost),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("saved", "t_fail", "is_measured"),
+    [
+        (4, 9, False),  # the distance over the save in flight and the one since are added
+        (6, 9, True),  # the save in flight came: one distance
+        (6, 11, False),  # two steps were not journaled
+        (1, 9, False),  # nor is what the fall-back lies behind
+        (9, 9, True),
+    ],
+)
+def test_a_plan_says_distance_only_where_all_of_it_is_one(saved: int, t_fail: int, is_measured: bool):
+    beat = booked("displacement mean_abs")
+    measure = measure_of(beat, t_fail, [planned(saved, t_fail, beat)])
+    assert measure == ("displacement mean_abs" if is_measured else "mean_abs")
+    assert measure_of(booked(), t_fail, [planned(saved, t_fail, beat)]) == "mean_abs"
+
+
+def test_the_way_since_a_rotten_version_is_not_told_as_a_distance():
+    books = Unsaved.since(0, MAP, "displacement mean_abs")
+    books.observe(report(1, displacement=dict.fromkeys(NAMES, 1.0)))
+    assert books.to_state()["measure"] == "displacement mean_abs"
+    books.rotted("norm", 0, 0, 1)
+    assert books.to_state()["measure"] == "mean_abs"
+
+
+def test_nothing_lost_is_said_without_a_measure():
+    assert in_words(0.0, "") == in_words(0.0, "mean_abs") == "0"
+    assert measure_of(None, 4, [planned(4, 4, booked())]) == ""
 
 
 def test_nothing_is_said_of_steps_of_which_nothing_is_known():
