@@ -8,6 +8,8 @@ from layercheck.errors import ConfigError
 
 _ADAM_BYTES = 12
 """fp32 weight and two moments of an element that trains."""
+_MASTER_BYTES = 4
+"""Its weight alone."""
 _REDUCE_BUCKET = 500_000_000
 _PREFETCH_BUCKET = 50_000_000
 """Elements; DeepSpeed's defaults."""
@@ -16,10 +18,16 @@ _TIGHT = 0.9
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Numbers of elements; `largest_layer` counts what trains and what is frozen of one layer together."""
+    """Numbers of elements.
+
+    Attributes:
+        with_residuals: of the trainable layers that get residuals.
+        largest_layer: counts what trains and what is frozen of one layer together.
+    """
 
     params: int
     trainable: int
+    with_residuals: int
     largest_layer: int
     num_layers: int
     hidden: int
@@ -38,6 +46,7 @@ class MemoryEstimate:
         buckets: where gradients are collected for their reduction.
         activations: of one micro-batch.
         staging: copies in flight to the storage, in host memory; at most this.
+        bases: the newest versions' weights, from which residuals count, in host memory.
         offloaded: whether gradients and optimizer lie in host memory.
         on_device: whether there is a device beside the host.
     """
@@ -49,6 +58,7 @@ class MemoryEstimate:
     buckets: int
     activations: int
     staging: int
+    bases: int
     offloaded: bool
     on_device: bool
 
@@ -64,8 +74,10 @@ class MemoryEstimate:
     def host(self) -> int:
         """Bytes in host memory."""
         if not self.on_device:
-            return self.certain + self.gathered + self.buckets + self.activations + self.staging
-        return self.staging + (self.gradients + self.optimizer if self.offloaded else 0)
+            here = self.certain + self.gathered + self.buckets + self.activations
+        else:
+            here = self.gradients + self.optimizer if self.offloaded else 0
+        return here + self.staging + self.bases
 
     @property
     def certain(self) -> int:
@@ -100,6 +112,7 @@ def estimate(sizes: ModelSizes, config: Config, world_size: int) -> MemoryEstima
         buckets=element * (bucket if on_device else min(bucket, sizes.trainable)),
         activations=logits + (kept if config.model.gradient_checkpointing else whole),
         staging=_staging(config, full),
+        bases=_MASTER_BYTES * _share(sizes.with_residuals, world_size),
         offloaded=train.offload,
         on_device=on_device,
     )
@@ -125,6 +138,7 @@ def describe(needed: MemoryEstimate, sizes: ModelSizes, world_size: int) -> str:
         "buckets": needed.buckets,
         "activations about": needed.activations,
         "staging up to": needed.staging,
+        "copies for residuals": needed.bases,
     }
     text = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items())
     where = f"{size(needed.device)} of the device and " if needed.on_device else ""
@@ -165,7 +179,7 @@ def check(
             warning = (
                 f"memory may not be enough: about {size(whole)} of {size(have)} of the {kind} are needed; "
                 "model.gradient_checkpointing, a smaller train.micro_batch or data.seq_len, and "
-                "checkpoint.settings.staging_bytes (host) lower it"
+                "checkpoint.settings.staging_bytes or residual.exclude (host) lower it"
             )
     return warning
 

@@ -28,14 +28,19 @@ def model_sizes(shape: Any, config: Config) -> ModelSizes:
         model = choose_trainable(AutoModelForCausalLM.from_config(shape), config)
     text = shape.get_text_config()
     layers: dict[str, int] = {}
-    trainable = 0
+    trainable = with_residuals = 0
+    checkpoint = config.checkpoint
     for layer in describe_model(model).layers:
         name = layer.name.removesuffix(".frozen")
         layers[name] = layers.get(name, 0) + layer.numel
-        trainable += layer.numel if layer.trainable else 0
+        if layer.trainable:
+            trainable += layer.numel
+            has_them = checkpoint.method == "layercheck" and checkpoint.settings.residual.covers(layer.name)
+            with_residuals += layer.numel if has_them else 0
     return ModelSizes(
         params=sum(layers.values()),
         trainable=trainable,
+        with_residuals=with_residuals,
         largest_layer=max(layers.values()),
         num_layers=text.num_hidden_layers,
         hidden=text.hidden_size,

@@ -87,11 +87,14 @@ def _failures(attempts: list[Attempt], observed: Observed) -> int:
 
 
 def _writes(writes: list[Write]) -> dict[str, Any]:
+    """Bytes and events of all; a layer write is a version, as in the metrics."""
+    versions = [write for write in writes if write.reason != "residual"]
     return {
         "bytes_written": sum(write.nbytes for write in writes),
         "events": len({write.event for write in writes}),
-        "layer_writes": len(writes),
-        "layer_writes_by_reason": dict(Counter(write.reason for write in writes)),
+        "layer_writes": len(versions),
+        "layer_writes_by_reason": dict(Counter(write.reason for write in versions)),
+        "residual_writes": len(writes) - len(versions),
     }
 
 
@@ -104,6 +107,7 @@ def _tallied(config: Config) -> dict[str, Any]:
         "events": sum(tally.events for tally in tallies.values()),
         "layer_writes": sum(tally.layer_writes for tally in tallies.values()),
         "layer_writes_by_reason": {kind: tally.layer_writes for kind, tally in tallies.items()},
+        "residual_writes": 0,
     }
 
 
@@ -128,10 +132,12 @@ def describe_summary(summary: dict[str, Any]) -> str:
     """The line for a person at the end of a run."""
     model = f"\nmodel: {summary['model']}" if summary.get("model") else ""
     rest = "" if summary["failures"] else " (no failures: the rest is start, end and stalls)"
+    count = summary.get("residual_writes", 0)
+    residuals = f"{count} residuals, " if count else ""
     loss = "unknown" if summary["final_loss"] is None else f"{summary['final_loss']:.4f}"
     return (
         f"run {summary['run']} {summary['status']}: step {summary['steps']}, final loss {loss}, "
-        f"{summary['failures']} failures, {summary['layer_writes']} layer writes "
+        f"{summary['failures']} failures, {residuals}{summary['layer_writes']} layer writes "
         f"({summary['bytes_written'] / 1e6:.1f} MB) {summary['layer_writes_by_reason']}, "
         f"stall {summary['stall_s']:.2f} s of {summary['train_s']:.1f} s in steps, {summary['wall_s']:.1f} s "
         f"from start to end, ETTR {summary['ettr']:.3f}{rest}{model}"

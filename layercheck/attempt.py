@@ -232,7 +232,7 @@ def start_attempt(
     grant: AttemptGrant,
     receipt: Receipt | None,
     overlap: Overlap,
-    bases: BaseCopies | None = None,
+    bases: BaseCopies | None,
 ) -> Attempt:
     """Starts the threads and books of an attempt that was granted and, if it has a plan, restored."""
     pool = StagingPool(config.staging_bytes or _staging_bytes(zero3), pin=zero3.on_accelerator)

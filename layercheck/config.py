@@ -44,6 +44,11 @@ class ResidualConfig(BaseModel):
         """Bytes of a residual / bytes of a version with Adam's moments."""
         return (self.bits + 16 / self.block) / 96
 
+    @property
+    def staged_share(self) -> float:
+        """The same of the bytes that a step copies: fp32 weights, coded only when they are written."""
+        return max(self.share, 4 / 12)
+
     def nbytes(self, numel: int) -> int:
         """Bytes of a residual of `numel` values, up to a block on each rank."""
         return round(12 * numel * self.share)

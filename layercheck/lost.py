@@ -1,7 +1,8 @@
 """[pure] Lost progress over the layers of a model, in steps or in the measure of the drift.
 
 A measure is what `tracking/calibrate.measure_name` says: `mean_abs` for the path in this norm, which is the
-most that the weights can have moved, or `displacement mean_abs` for the distance itself.
+most that the weights can have moved, or `displacement mean_abs` for the distance itself. A sum of distances
+is a path.
 """
 
 from collections.abc import Iterable
@@ -25,7 +26,7 @@ def over_all(measure: str, layers: Iterable[tuple[int, float]]) -> float:
 
 def in_words(lost_drift: float | None, measure: str) -> str:
     """`at most 0.0021 (mean_abs)`; without `at most` where the distance itself was measured."""
-    if lost_drift is None:
-        return "unknown"
+    if not lost_drift:
+        return "unknown" if lost_drift is None else "0"
     bound = "" if measure.startswith(DISPLACEMENT) else "at most "
     return f"{bound}{lost_drift:.3g} ({measure.removeprefix(DISPLACEMENT)})"

@@ -278,7 +278,7 @@ class Session:
             return 0
         if snapshot.stream.streaming:
             opened.alert(
-                f"event {event.folder} of {snapshot.layout.total} bytes on rank {self._zero3.rank} is larger "
+                f"event {event.folder} of {snapshot.staged_bytes} bytes on rank {self._zero3.rank} is larger "
                 f"than the staging memory: training waited {snapshot.stream.copy_s:.2f} s; raise "
                 f"staging_bytes={self._config.staging_bytes}"
             )

@@ -10,6 +10,7 @@ class StepReport:
     Attributes:
         stall_s: seconds for which training waited for a save; that of an accelerator is told a step or two
             later, when it is known without asking for it.
+        layers_written: versions that were taken; `bytes_written` counts residuals too.
         tracking_s: seconds of `after_step` without the save.
         still_layers: trainable layers whose measured movement has been zero for a whole rotation: an alarm.
         preempted: the end of this run was announced and the last save is over: end the loop, close the

@@ -1,8 +1,8 @@
 """`python -m simulations.replay --trace DIR --out DIR`: other settings over a recorded run, without a re-run.
 
-First the run's own settings: the decisions must be those of the run. Then a grid of target intervals (each
-gives its K) and s_max, and at each point the modes `round_robin` and `random` with as many bytes as `drift`.
-Writes `replay.parquet`, `replay.json` and a picture.
+First the run's own settings: the decisions must be those of the run (of a run with residuals this can't be
+checked). Then a grid of target intervals (each gives its K) and s_max, and at each point the modes
+`round_robin` and `random` with as many bytes as `drift`. Writes `replay.parquet`, `replay.json`, a picture.
 
 With `--residuals`: bits, target intervals and `residual.k_ratio` instead; `residuals.parquet` and `.json`.
 """
@@ -21,7 +21,7 @@ from layercheck.errors import LayerCheckError
 from simulations.checks import positive
 from simulations.pictures import draw_lines
 from simulations.progress import ProgressBar
-from simulations.replay_policy import compare, figures, replay, with_settings
+from simulations.replay_policy import Comparison, compare, figures, incomparable, replay, with_settings
 from simulations.replay_residuals import describe as describe_residuals
 from simulations.replay_residuals import frontier
 from simulations.tables import write_parquet
@@ -68,7 +68,8 @@ def _run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.residuals:
         return _residuals(trace, options)
-    same = compare(trace)
+    why = incomparable(trace)
+    same = Comparison(0, 0, why) if why else compare(trace)
     rows = grid(trace, _targets(trace, options), _limits(trace, options), ProgressBar("replaying"))
     write_parquet(rows, options.out / "replay.parquet")
     content = {"run": trace.run, "notes": trace.notes, "check": asdict(same), "rows": rows}
@@ -78,7 +79,7 @@ def _run(options: argparse.Namespace) -> int:
         labels = ("mean persist interval (steps)", "size-weighted drift lost at a failure")
         draw_lines(lines, options.out / "replay", labels, log="")
     print(describe(trace, rows))
-    print(_verdict(same.steps, same.different, same.first))
+    print(f"check: not made: {why}" if why else _verdict(same.steps, same.different, same.first))
     return 1 if same.different else 0
 
 

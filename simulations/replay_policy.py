@@ -2,7 +2,7 @@
 
 What training learns from its storage, which events are committed, is replayed too: from the ages that the run
 recorded, to check that all decisions come out the same; or as a fixed delay, to ask what other settings would
-have done.
+have done. The ages tell of versions alone, so the first cannot be had of a run with residuals.
 """
 
 from collections import Counter
@@ -56,12 +56,15 @@ def replay(trace: Trace, config: LayerCheckConfig, recorded_commits: bool = Fals
         recorded_commits: the ledger hears of commits when the run did; else `COMMIT_DELAY_STEPS` later.
 
     Raises:
-        ConfigError: the trace does not begin at step 1, or the settings need timings that it does not hold.
+        ConfigError: the trace does not begin at step 1, or the settings or the recorded commits need timings
+            that it does not hold.
     """
     if trace.steps[0] != 1:
         raise ConfigError(f"trace {trace.run} begins at step {trace.steps[0]}, not 1: the warm-up is missing")
     if config.overhead_budget is not None:
         raise ConfigError("a run with overhead_budget follows its timings, which a trace cannot replay")
+    if recorded_commits and (why := incomparable(trace)):
+        raise ConfigError(why)
     seen = committed_steps(trace) if recorded_commits else None
     ledger = Ledger.fresh(trace.layer_map, config, trace.lr_ref)
     ledger.observe(DriftReport(0, {}, 0.0))
@@ -90,7 +93,7 @@ def replay(trace: Trace, config: LayerCheckConfig, recorded_commits: bool = Fals
 
 
 def committed_steps(trace: Trace) -> Ints:
-    """Newest commit that the run had heard of at each step, from the ages it recorded.
+    """Newest commit that the run had heard of at each step, from the ages it recorded, those of versions.
 
     Ages of layers that were not chosen count from committed versions. A layer chosen by itself was not in
     flight, so its newest version was committed, too; a full event takes all layers whatever is in flight.
@@ -123,8 +126,22 @@ class Comparison:
     first: str = ""
 
 
+def incomparable(trace: Trace) -> str:
+    """Why the run's own decisions cannot be checked, in words; empty where they can."""
+    if not trace.config.residual.enabled:
+        return ""
+    return (
+        f"run {trace.run} has residual.enabled: when it heard that a residual was committed, on which its "
+        "later decisions depend, is not recorded"
+    )
+
+
 def compare(trace: Trace) -> Comparison:
-    """Replays the run at its own settings and compares decision by decision."""
+    """Replays the run at its own settings and compares decision by decision.
+
+    Raises:
+        ConfigError: see `replay`.
+    """
     again = replay(trace, trace.config, recorded_commits=True)
     rows = trace.steps <= trace.undisturbed
     wrong = np.flatnonzero((again.written != trace.written).any(axis=1) & rows)

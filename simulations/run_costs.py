@@ -6,6 +6,10 @@ for comparison: `full_sync`, a full copy that training waits for until it is dur
 that training waits for until it is copied, with no second copy before the first is durable. Both recover in
 the same phases.
 
+The interval of a layer is that of its versions by drift and age. Full events stand aside, as in the mean
+interval everywhere, though a layer is fresh after one; so do residuals, whose stall is in the measured one.
+Lost progress is computed from these intervals: with either it is more than the run would have lost.
+
 A run cannot tell what measuring drift adds to a step: that stays in `t_iter_s`, for all methods alike.
 """
 
@@ -20,7 +24,7 @@ import numpy as np
 from layercheck.commands.store import open_both
 from layercheck.errors import ConfigError, StorageError
 from simulations.costs import Costs, LayerCosts, MethodCosts, RecoveryCosts
-from simulations.trace import Recorded, read_recorded
+from simulations.trace import OF_RHYTHM, Recorded, read_recorded
 
 
 def costs_of_run(store: str) -> Costs:
@@ -56,7 +60,7 @@ def costs_of_run(store: str) -> Costs:
                 s_max_steps=int(recorded.facts.run.config.get("checkpoint", {}).get("s_max", 400)),
                 full_stall_s=full.copy_s,
                 measured={key: float(summary[key]) for key in ("bytes_written", "events", "layer_writes")},
-                note="stall: mean over the steps after the warm-up",
+                note=_note(recorded),
                 recovery=recovery,
                 spread=spread,
             ),
@@ -132,12 +136,20 @@ def _full_copy(recorded: Recorded, store: str) -> _FullCopy:
 
 
 def _layers(recorded: Recorded, warmup: int, steps: int) -> tuple[LayerCosts, ...]:
-    """Steps after the warm-up per write; a layer that was not written is as old as they are many."""
+    """Steps after the warm-up per version; a layer that was not written is as old as they are many."""
     counts = dict.fromkeys(recorded.names, 0)
     for write in recorded.writes:
-        if write.event.step > warmup and write.layer in counts:
+        if write.event.step > warmup and write.layer in counts and write.reason in OF_RHYTHM:
             counts[write.layer] += 1
     return tuple(
         LayerCosts(name=layer.name, numel=layer.numel, interval_steps=steps / max(1, counts[layer.name]))
         for layer in recorded.facts.run.layer_map.trainable
     )
+
+
+def _note(recorded: Recorded) -> str:
+    residuals = sum(write.reason == "residual" for write in recorded.writes)
+    left = (
+        f"; {residuals} residuals are not in the intervals: less is lost than they say" if residuals else ""
+    )
+    return f"stall: mean over the steps after the warm-up{left}"

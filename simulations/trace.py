@@ -20,6 +20,9 @@ from layercheck.report.tables import Columns, LayerWritten, read_parts, read_wri
 Floats = npt.NDArray[np.float64]
 BYTES_PER_ELEMENT = 12
 """fp32 weight and two moments: what a version holds of an element where none was ever written."""
+OF_RHYTHM = ("drift", "age")
+"""Reasons of the writes that a mean interval counts (design, section 2): full events and the last save of a
+preemption stand aside, and a residual is no version."""
 _MOST_MISSING = 0.05
 _COLUMNS = ("delta", "age", "nbytes")
 

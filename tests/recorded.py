@@ -65,7 +65,12 @@ def record_run(
     storage.delete("probe")
     attempt = coordinator.begin_attempt("t1", "s1", 2, "composite").attempt
     log = RunLog(
-        LocalStorage(str(folder)), attempt, 1e9, layer_map, lambda name: 12 * layer_map.by_name[name].numel
+        LocalStorage(str(folder)),
+        attempt,
+        1e9,
+        layer_map,
+        lambda name: 12 * layer_map.by_name[name].numel,
+        chosen.residual,
     )
     run = RecordedRun(
         layer_map,

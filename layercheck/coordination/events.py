@@ -182,11 +182,13 @@ def _shorten(events: dict[EventId, Any]) -> EventId | None:
 
 def _disagreement(entry: OpenEvent) -> str | None:
     """Why a complete event must not commit: ranks that chose different layers broke I3."""
-    first = sorted((row.layer, row.kind) for row in entry.shards[0])
+    first = _saved(entry.shards[0])
     if not first:
         return "it holds no layer"
-    differing = (
-        rank for rank, rows in entry.shards.items() if sorted((row.layer, row.kind) for row in rows) != first
-    )
-    rank = next(differing, None)
+    rank = next((rank for rank, rows in entry.shards.items() if _saved(rows) != first), None)
     return None if rank is None else f"ranks 0 and {rank} saved different layers"
+
+
+def _saved(rows: Iterable[ShardRecord]) -> list[tuple[str, str, int, int]]:
+    """What one rank has of an event: each layer, and of a residual the version that it adds to."""
+    return sorted((row.layer, row.kind, row.base_step or -1, row.base_attempt or 0) for row in rows)

@@ -1,9 +1,10 @@
 """What of a layer's movement comes back with no save, from what the failed attempt journaled. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from layercheck.manifest import Progress, TrainerState
+from layercheck.lost import DISPLACEMENT
+from layercheck.manifest import LayerPlan, Progress, TrainerState
 
 
 def journaled(progress: Progress | None) -> Mapping[str, Any]:
@@ -41,6 +42,29 @@ def lost_drift(progress: Progress | None, layer: str, saved: int, lost: int) -> 
     known = journaled(progress).get("layers", {}).get(layer)
     if progress is None or known is None:
         return None
-    moved = known["moved"] + sum(part for step, part in known["pending"].items() if int(step) > saved)
-    steps = progress.step - max(known["committed"], min(saved, known["since"]))
+    moved = known["moved"] + sum(part for _, part in _uncommitted(known, saved))
+    steps = _known_steps(known, progress, saved)
     return float(moved * lost / steps) if steps > 0 else None
+
+
+def measure_of(progress: Progress | None, t_fail: int, layers: Iterable[LayerPlan]) -> str:
+    """The measure of what a plan loses: distances only where each of them was measured as it is."""
+    measure: str = journaled(progress).get("measure", "")
+    lost = [(layer.layer, layer.lost) for layer in layers if layer.lost and layer.lost_drift is not None]
+    is_measured = all(_is_measured(progress, name, t_fail - steps, steps) for name, steps in lost)
+    return measure if is_measured else measure.removeprefix(DISPLACEMENT)
+
+
+def _is_measured(progress: Progress | None, layer: str, saved: int, lost: int) -> bool:
+    """False for a sum with what a save in flight holds, and for steps of which the journal does not know."""
+    known = journaled(progress)["layers"][layer]
+    assert progress is not None, "something is known of the layer"
+    return not _uncommitted(known, saved) and _known_steps(known, progress, saved) == lost
+
+
+def _uncommitted(known: Mapping[str, Any], saved: int) -> list[tuple[str, float]]:
+    return [(step, part) for step, part in known["pending"].items() if int(step) > saved]
+
+
+def _known_steps(known: Mapping[str, Any], progress: Progress, saved: int) -> int:
+    return int(progress.step - max(known["committed"], min(saved, known["since"])))

@@ -11,7 +11,7 @@ from itertools import pairwise
 from layercheck.coordination import residuals
 from layercheck.coordination.facts import StoreFacts, Version, VersionKey, by_layer, full_events
 from layercheck.coordination.lineage import ENDLESS, Lineage
-from layercheck.coordination.lost import journaled, lost_drift
+from layercheck.coordination.lost import lost_drift, measure_of
 from layercheck.errors import NoPlanError
 from layercheck.layers import LayerSpec
 from layercheck.manifest import (
@@ -135,7 +135,7 @@ def make_plan(
         trainer_state=resume.trainer_state,
         drift=carried_drift(facts, lineage, choice.versions, resume.step),
         layers=layers,
-        measure=journaled(beat).get("measure", ""),
+        measure=measure_of(beat, failure.step, layers),
     )
 
 

@@ -27,11 +27,6 @@ class BaseCopies:
         self._bases: dict[str, Base] = {}
         self._copies: dict[str, dict[str, Floats]] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory that they take now."""
-        return sum(copy.nbytes for copies in self._copies.values() for copy in copies.values())
-
     def room(self, layer: str, parameter: str, numel: int) -> Floats:
         """The copy of one slice, to be written by the caller; until `done` the layer has no base."""
         self._bases.pop(layer, None)

@@ -177,6 +177,11 @@ class Snapshot:
     stream: BlockStream
     pieces: tuple[Piece, ...] = ()
 
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory that it takes, which is more than its file where a residual is coded on the way out."""
+        return sum(piece.nbytes for piece in self.pieces)
+
 
 class SnapshotTaker:
     """Takes snapshots of an engine into one staging pool. Ends with `close`.

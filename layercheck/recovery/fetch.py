@@ -1,12 +1,13 @@
 """Reads the versions of a plan from the storage: every byte checked, then cut to what this rank needs.
 
-A shard is read block by block, straight to where its elements belong, and hashed there. So nothing is copied,
-and only one block is held beside the slices, however large the shard and whatever world size wrote it. The
-place may be live memory: then it holds unchecked bytes until `fetch` returns the layer, and nobody may use
-them before. A shard whose checksum is wrong is read once more; if it is wrong again it is reported as bad,
-and the caller gets a plan with an older version of that layer, which is fetched over it.
+A shard of a version is read block by block, straight to where its elements belong, and hashed there. So
+nothing is copied, and only one block is held beside the slices, however large the shard and whatever world
+size wrote it. The place may be live memory: until `fetch` returns the layer it then holds unchecked bytes,
+which nobody may use before. A shard whose checksum is wrong is read once more; if it is wrong again it is
+reported as bad, and the caller gets a plan with an older version of that layer, which is fetched over it.
 
-A residual is added to the weights once the version and all of the residual have been checked.
+A residual is added to the weights once the version and all of the residual have been checked. Until then
+the bytes of one of its shards are held too, and the distances in fp32, as large as the weights of the slices.
 """
 
 import logging
@@ -143,8 +144,8 @@ class Fetcher:
             raise _BadShardError(plan.shards[0], f"the shards do not cover parameter {short[0]}")
         if self._bases is not None:
             self._bases.keep(plan.layer, (plan.step, plan.attempt), _weights(slices))
-        if plan.residual is not None:
-            self._add_residual(plan, plan.residual, wanted, _weights(slices))
+        if plan.residual is not None and (weights := _weights(slices)):
+            self._add_residual(plan, plan.residual, wanted, weights)
         return FetchedLayer(plan.layer, plan.step, slices)
 
     def _add_residual(

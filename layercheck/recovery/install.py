@@ -16,7 +16,7 @@ from layercheck.recovery.scatter import Array
 from layercheck.zero3 import Zero3Engine
 
 
-def start(zero3: Zero3Engine, plan: RecoveryPlan, frozen: str = "base") -> None:
+def start(zero3: Zero3Engine, plan: RecoveryPlan, frozen: str) -> None:
     """Makes the engine ready for the layers.
 
     Args:

@@ -36,8 +36,8 @@ def restore(
     coordinator: CoordinatorClient,
     grant: AttemptGrant,
     plan_s: float,
-    frozen: str = "base",
-    bases: BaseCopies | None = None,
+    frozen: str,
+    bases: BaseCopies | None,
 ) -> tuple[AttemptGrant, Receipt]:
     """Brings the engine to the state of `grant.plan`. A collective.
 

@@ -50,6 +50,7 @@ MEASURES = (
     Measure("full state", lambda run: run.totals.full_bytes, lambda n: size(n or 0)),
     Measure("events", lambda run: run.totals.events, lambda n: f"{n:.0f}"),
     Measure("layer writes", lambda run: run.totals.layer_writes, lambda n: f"{n:.0f}"),
+    Measure("residuals", lambda run: run.totals.residual_writes, lambda n: f"{n:.0f}"),
 )
 
 

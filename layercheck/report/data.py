@@ -67,12 +67,13 @@ class Curves:
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """One layer: how often it was written, and its newest version."""
+    """One layer: how often it was written, and its newest version. `writes`, `by_reason`: of versions."""
 
     name: str
     numel: int
     trainable: bool
     writes: int
+    residuals: int
     by_reason: dict[str, int]
     nbytes: int
     step: int | None
@@ -85,6 +86,7 @@ class Totals:
     """Sums over the whole run.
 
     Attributes:
+        layer_writes, by_reason: of versions.
         mean_interval: steps x bytes of the full state / bytes of drift and age writes; None without any.
         interval_after_warmup: the same over the steps after the warm-up; in it there are no such writes.
         ettr: as the application's `summary.json` says, None without one.
@@ -98,6 +100,7 @@ class Totals:
     recoveries: int
     events: int
     layer_writes: int
+    residual_writes: int
     by_reason: dict[str, int]
     nbytes: int
     full_bytes: int
@@ -189,6 +192,10 @@ def _wall_s(facts: StoreFacts, summary: dict[str, Any]) -> float | None:
     return float(wall_s) if alone and isinstance(wall_s, int | float) else None
 
 
+def _versions(writes: list[LayerWritten]) -> list[LayerWritten]:
+    return [write for write in writes if write.reason != "residual"]
+
+
 def _is_live(facts: StoreFacts, event: EventId) -> bool:
     return facts.lineage.is_live(event.step, event.attempt)
 
@@ -218,8 +225,9 @@ def _totals(
         failures=sum(attempt.failed for attempt in attempts),
         recoveries=len(receipts),
         events=len({w.event for w in writes}),
-        layer_writes=len(writes),
-        by_reason=dict(Counter(w.reason for w in writes)),
+        layer_writes=len(_versions(writes)),
+        residual_writes=len(writes) - len(_versions(writes)),
+        by_reason=dict(Counter(w.reason for w in _versions(writes))),
         nbytes=sum(w.nbytes for w in writes),
         full_bytes=full_bytes,
         mean_interval=steps * full_bytes / selective if selective else None,
@@ -260,8 +268,9 @@ def _layers(facts: StoreFacts, status: dict[str, Any], writes: list[LayerWritten
                 name=spec.name,
                 numel=spec.numel,
                 trainable=spec.trainable,
-                writes=len(own),
-                by_reason=dict(Counter(w.reason for w in own)),
+                writes=len(_versions(own)),
+                residuals=len(own) - len(_versions(own)),
+                by_reason=dict(Counter(w.reason for w in _versions(own))),
                 nbytes=sum(w.nbytes for w in own),
                 step=last.get("step"),
                 attempt=last.get("attempt"),

@@ -83,6 +83,7 @@ def _tiles(report: RunReport) -> str:
     reasons = ", ".join(
         f"{totals.by_reason[reason]} {reason}" for reason in REASONS if totals.by_reason.get(reason)
     )
+    residuals = f"; {totals.residual_writes} residuals beside them" if totals.residual_writes else ""
     target = report.settings.get("target_interval")
     outages_s = seconds_text(sum(attempt.outage_s for attempt in report.seconds.attempts))
     least = "at least " if report.seconds.untimed else ""
@@ -106,7 +107,7 @@ def _tiles(report: RunReport) -> str:
             f"{number(totals.stall_s)} s of {number(totals.train_s)} s",
         ),
         ("Committed", size(totals.nbytes), f"{totals.events} events; full state {size(totals.full_bytes)}"),
-        ("Layer writes", str(totals.layer_writes), reasons or "none"),
+        ("Layer writes", str(totals.layer_writes), f"{reasons or 'none'}{residuals}"),
         ("Attempts", str(totals.attempts), f"failures: {totals.failures}, recoveries: {totals.recoveries}"),
         (
             "Lost steps",
@@ -189,7 +190,8 @@ def _receipts(report: RunReport) -> str:
 def _layers(report: RunReport) -> str:
     rows = []
     for layer in report.layers:
-        reasons = ", ".join(f"{layer.by_reason[r]} {r}" for r in REASONS if layer.by_reason.get(r))
+        counts = layer.by_reason | {"residual": layer.residuals}
+        reasons = ", ".join(f"{counts[r]} {r}" for r in REASONS if counts.get(r))
         newest = "none" if layer.step is None else f"{layer.step} (attempt {layer.attempt})"
         age = "frozen" if not layer.trainable else "-" if layer.age is None else str(layer.age)
         rows.append(

@@ -194,8 +194,10 @@ class Ledger:
             self._commit(step)
             self._delays.append(max(0, report.step - step))
         rotten = report.demoted
+        newest = self.versions.layers[rotten.layer].committed if rotten is not None else -1
         if rotten is not None and self.versions.demote(rotten.layer, rotten.step):
-            self.unsaved.drop_base(rotten.layer)
+            usable = max(rotten.step, self.began)
+            self.unsaved.rotted(rotten.layer, newest, usable, self._observed_step)
         still: tuple[str, ...] = ()
         if report.step > self._observed_step:
             self._observed_step = report.step

@@ -25,11 +25,13 @@ class ResidualFacts:
         base: (step, attempt) of its newest version, which is committed; attempt 0 for this one.
         drift: path since its newest version or residual.
         is_first: it had no residual since that version.
+        stagger: factor of the threshold for the first one after a recovery, else 1.
     """
 
     base: tuple[int, int]
     drift: float
     is_first: bool
+    stagger: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +224,8 @@ def _residuals(
 ) -> tuple[LayerWrite, ...]:
     """Layers that moved by `k_ratio` of K since their newest save, the furthest first, in what room is left.
 
-    They count by their bytes, so an event of residuals alone holds many. After a full event the first ones
-    are staggered like the versions, for the same reason.
+    They count by the bytes that the step copies, a third of a version's. After a full event and after a
+    recovery the first ones are staggered like the versions, for the same reason.
     """
     if not config.residual.enabled:
         return ()
@@ -237,7 +239,7 @@ def _residuals(
     room = config.max_event_share * sum(sizes.values()) - sum(sizes[name] for name in chosen)
     writes: list[LayerWrite] = []
     for _, layer, limit in sorted(due, key=lambda item: -item[0]):
-        cost = layer.numel * config.residual.share
+        cost = layer.numel * config.residual.staged_share
         if layer.name not in chosen and (cost <= room or not (versions or writes)):
             writes.append(_residual(layer, facts, limit))
             room -= cost
@@ -248,7 +250,8 @@ def _residual_threshold(layer: LayerFacts, facts: PolicyFacts, config: LayerChec
     whole = threshold(layer, facts, config)
     if whole is None or layer.residual is None or not config.residual.covers(layer.name):
         return None
-    return config.residual.k_ratio * (whole if layer.residual.is_first else whole / layer.stagger)
+    of_version = layer.stagger if layer.residual.is_first else 1.0
+    return config.residual.k_ratio * whole / layer.stagger * min(of_version, layer.residual.stagger)
 
 
 def _residual(layer: LayerFacts, facts: PolicyFacts, limit: float) -> LayerWrite:

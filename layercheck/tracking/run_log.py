@@ -33,13 +33,13 @@ class RunLog:
         flush_s: float,
         layer_map: LayerMap,
         layer_nbytes: Callable[[str], int],
-        residual: ResidualConfig | None = None,
+        residual: ResidualConfig,
     ) -> None:
         self._metrics = PartWriter(run_folder, "metrics", attempt, flush_s, METRICS)
         self._drift = PartWriter(run_folder, "drift", attempt, flush_s, DRIFT)
         self._numel = {layer.name: layer.numel for layer in layer_map.layers}
         self._nbytes = layer_nbytes
-        self._residual = residual or ResidualConfig()
+        self._residual = residual
         self._last = time.monotonic()
         self._reports: dict[int, DriftReport] = {}
         self._decisions: dict[int, PersistDecision] = {}

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from layercheck.layers import LayerMap
-from layercheck.lost import over_all
+from layercheck.lost import DISPLACEMENT, over_all
 from layercheck.manifest import DriftReport
 from layercheck.tracking.policy import ResidualFacts
+from layercheck.tracking.versions import first_staggers
 
 Base = tuple[int, int]
 
@@ -30,7 +31,8 @@ class LayerUnsaved:
         pending: step of a save in flight -> the movement that is lost with it.
         base: (step, attempt) of the version whose weights the ranks keep for residuals, attempt 0 for this
             one; None where that version is lost or damaged.
-        is_path: the newest save is a residual, from which no distance is measured.
+        is_path: the newest save is a residual or has rotted: no distance from what comes back is measured.
+        stagger: factor of the threshold of the first residual after a recovery, else 1.
     """
 
     moved: float = 0.0
@@ -39,6 +41,7 @@ class LayerUnsaved:
     pending: dict[int, float] = field(default_factory=dict)
     base: Base | None = None
     is_path: bool = False
+    stagger: float = 1.0
 
     @property
     def lost(self) -> float:
@@ -56,9 +59,16 @@ class Unsaved:
 
     @classmethod
     def since(cls, step: int, layer_map: LayerMap, measure: str) -> Self:
-        """An attempt that begins after `step`: nothing has been lost of it."""
+        """An attempt that begins after `step`: nothing has been lost of it.
+
+        All layers count from here, so without a stagger their residuals would come due together.
+        """
         numel = {layer.name: layer.numel for layer in layer_map.trainable}
-        return cls(measure, numel, {name: LayerUnsaved(since=step, committed=step) for name in numel})
+        layers = {
+            name: LayerUnsaved(since=step, committed=step, stagger=stagger)
+            for name, stagger in first_staggers(layer_map).items()
+        }
+        return cls(measure, numel, layers)
 
     def observe(self, report: DriftReport) -> None:
         """Adds the movement of one step. What a save holds already, and a lag reports late, is its own."""
@@ -86,7 +96,7 @@ class Unsaved:
         taken = [self.layers[name] for name in names if name in self.layers]
         for layer in taken:
             layer.pending[step] = layer.pending.get(step, 0.0) + layer.moved
-            layer.moved, layer.since = 0.0, step
+            layer.moved, layer.since, layer.stagger = 0.0, step, 1.0
         return taken
 
     def commit(self, step: int) -> None:
@@ -111,17 +121,32 @@ class Unsaved:
                 layer.moved += moved
                 layer.since = max(layer.pending, default=layer.committed)
 
-    def drop_base(self, name: str) -> None:
-        """The newest version of a layer has rotted: nothing can be added to it."""
-        if name in self.layers:
-            self.layers[name].base = None
+    def rotted(self, name: str, rotten: int, usable: int, now: int) -> None:
+        """The newest committed version of a layer is damaged: what it and its residuals held is lost, too.
+
+        How far the layer moved from `usable`, the step that comes back, to its newest save is not known any
+        more: it is taken to have moved as fast as since. A version that is in flight holds all of it, while a
+        residual in flight has nothing to be added to.
+        """
+        layer = self.layers.get(name)
+        if layer is None:
+            return
+        if layer.base is not None and layer.base[0] == rotten:
+            layer.base, layer.moved, layer.pending = None, layer.lost, {}
+        steps, behind = now - layer.committed, max(0, layer.committed - usable)
+        more = layer.lost * behind / steps if steps > 0 else 0.0
+        layer.committed -= behind
+        if layer.pending:
+            layer.pending[min(layer.pending)] += more
+        else:
+            layer.moved, layer.since, layer.is_path = layer.moved + more, layer.committed, True
 
     def residual_of(self, name: str) -> ResidualFacts | None:
         """What the policy may know of a layer that can have a residual now: nothing of it is in flight."""
         layer = self.layers[name]
         if layer.base is None or layer.pending:
             return None
-        return ResidualFacts(layer.base, layer.moved, is_first=layer.since == layer.base[0])
+        return ResidualFacts(layer.base, layer.moved, layer.since == layer.base[0], layer.stagger)
 
     def lost_steps(self, step: int) -> float:
         """sum(n_l * lost_l) / sum(n_l), in steps, if the run failed after `step`."""
@@ -136,8 +161,9 @@ class Unsaved:
 
     def to_state(self) -> dict[str, Any]:
         """JSON values that ride in the heartbeat; `coordination/lost.py` reads them."""
+        is_path = any(layer.is_path for layer in self.layers.values())
         return {
-            "measure": self.measure,
+            "measure": self.measure.removeprefix(DISPLACEMENT) if is_path else self.measure,
             "layers": {name: _values(layer) for name, layer in self.layers.items()},
         }
 

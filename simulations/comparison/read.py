@@ -17,11 +17,10 @@ from app.step_log import LoggedStep
 from layercheck.errors import LayerCheckError
 from simulations.comparison.arms import REFERENCE, Arm
 from simulations.comparison.block import Block, LayerInterval, Recovered, Written
-from simulations.trace import Recorded, read_recorded
+from simulations.trace import OF_RHYTHM, Recorded, read_recorded
 
 _LAST = "last"
 """Kind of a baseline's final save."""
-_OF_RHYTHM = ("drift", "age")
 _DIFFERENTIAL = {"lowdiff_topk": "lowdiff", "lowdiff_dense": "lowdiff"}
 """Methods that write differentials, and the folder of each."""
 
@@ -96,8 +95,8 @@ def _nbytes(folder: Path) -> int:
 
 def _ours(recorded: Recorded, arm: Arm) -> Written:
     chosen = [write for write in recorded.writes if arm.settle < write.event.step <= arm.steps]
-    mine = [write for write in chosen if write.reason in _OF_RHYTHM]
-    aside = [write for write in recorded.writes if write.reason not in _OF_RHYTHM]
+    mine = [write for write in chosen if write.reason in OF_RHYTHM]
+    aside = [write for write in recorded.writes if write.reason not in OF_RHYTHM]
     return Written(
         steps=arm.window,
         nbytes=sum(write.nbytes for write in mine),
@@ -112,7 +111,7 @@ def _layers(recorded: Recorded, arm: Arm) -> tuple[LayerInterval, ...]:
     writes = Counter(
         write.layer
         for write in recorded.writes
-        if arm.settle < write.event.step <= arm.steps and write.reason in _OF_RHYTHM
+        if arm.settle < write.event.step <= arm.steps and write.reason in OF_RHYTHM
     )
     layers = recorded.facts.run.layer_map.trainable
     return tuple(LayerInterval(layer.name, layer.numel, writes[layer.name]) for layer in layers)

@@ -101,14 +101,14 @@ def recover(storage: str, pairs: int) -> dict[str, Any]:
     def fetch() -> None:
         assert not restore._fetch(zero3, Fetcher(store), plan.layers)
 
-    install.start(zero3, plan)
+    install.start(zero3, plan, "base")
     seconds: dict[str, list[float]] = {"raw": [], "fetch": []}
     for pair in range(pairs):
         both: list[tuple[str, Callable[[], None]]] = [("raw", raw), ("fetch", fetch)]
         for name, act in both if pair % 2 else both[::-1]:
             seconds[name].append(_timed(store.root, act))
     _drop_pages(store.root)
-    _, receipt = restore.restore(zero3, store, client, grant, plan_s)
+    _, receipt = restore.restore(zero3, store, client, grant, plan_s, "base", None)
     client.close()  # type: ignore[attr-defined]
     return {
         "plan_s": receipt.plan_s,

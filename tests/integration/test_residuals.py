@@ -45,7 +45,8 @@ def _resume(storage: str, settings: dict[str, Any], until: int = 0) -> dict[str,
     for step in range(point.step, until + 1):
         session.after_step(step, {"loss": micro.train_step(engine, step)})
         time.sleep(COMMITTED_S)
-    kept = session._bases.nbytes if session._bases is not None else 0
+    copies = session._bases._copies if session._bases is not None else {}
+    kept = sum(copy.nbytes for of_layer in copies.values() for copy in of_layer.values())
     session.close("failed")
     return {"receipt": point.receipt.model_dump(), "state": state, "kept": kept}
 

@@ -17,7 +17,8 @@ from layercheck.errors import StorageError
 
 KEYS = {
     *("run", "status", "config", "world_size", "steps", "final_loss", "attempts", "failures", "injected"),
-    *("resumed", "bytes_written", "events", "layer_writes", "layer_writes_by_reason", "stall_s", "train_s"),
+    *("resumed", "bytes_written", "events", "layer_writes", "layer_writes_by_reason", "residual_writes"),
+    *("stall_s", "train_s"),
     *("wall_s", "ettr", "method", "method_costs", "model"),
 }
 RESUMED_KEYS = {
@@ -108,6 +109,16 @@ def test_the_summary_counts_attempts_failures_and_committed_writes_once(config: 
     assert (summary["events"], summary["layer_writes"], summary["bytes_written"]) == (3, 3, 31)
     assert summary["layer_writes_by_reason"] == {"full": 2, "drift": 1}
     assert (summary["steps"], summary["final_loss"], summary["world_size"]) == (6, 4.0, 2)
+
+
+def test_residuals_are_no_layer_writes(config: Config) -> None:
+    path = Path(config.run.folder, "layercheck/events/step-00000005.a002/commit.parquet")
+    _table(path, [_row("norm", 5, 2, rank, "residual", 1) for rank in (0, 1)])
+    summary = write_summary(config, OBSERVED)
+    assert (summary["events"], summary["layer_writes"], summary["bytes_written"]) == (4, 3, 33)
+    assert summary["layer_writes_by_reason"] == {"full": 2, "drift": 1}
+    assert summary["residual_writes"] == 1
+    assert "1 residuals, 3 layer writes" in describe_summary(summary)
 
 
 def test_ettr_is_the_median_step_times_the_steps_kept_over_the_wall_time(config: Config) -> None:

@@ -90,12 +90,20 @@ class TimedRun(RealRun):
         return tuple(row.model_copy(update=times) for row in super()._write(event, rank, layers, reason))
 
 
-def finished_run(folder, resumed=(RESUMED,), last=14):
+def open_run(folder):
     run = TimedRun(folder)
     run.beat(0)
     for step in (0, 2, 4):
         run.save(step)
     run.train(4)
+    return run
+
+
+def finished_run(folder, resumed=(RESUMED,), last=14):
+    return finish(open_run(folder), folder, resumed, last)
+
+
+def finish(run, folder, resumed=(RESUMED,), last=14):
     run.save(8, "layers.0")
     run.save(10, "norm")
     run.save(12, "layers.0", reason="age")
@@ -137,6 +145,18 @@ def test_a_run_folder_gives_its_measured_costs(tmp_path):
     assert set(intervals) == set(LAYERS)
     assert ours.mean_interval_steps == pytest.approx(60 / (10 / 10 + 20 / 5 + 30 / 10))
     assert costs.full_bytes == 60 * 4
+
+
+def test_intervals_count_versions_by_drift_and_age_alone(tmp_path):
+    before = load_costs(finished_run(tmp_path / "a")).methods["layercheck"]
+    run = open_run(tmp_path / "b")
+    run.save(5, "layers.0", "norm", reason="residual")
+    run.save(6)
+    run.save(7, "norm", reason="preemption")
+    found = load_costs(finish(run, tmp_path / "b")).methods["layercheck"]
+    assert found.layers == before.layers
+    assert "2 residuals are not in the intervals" in found.note
+    assert "residuals" not in before.note
 
 
 def test_full_copies_are_derived_from_the_slowest_rank_of_the_newest_full_event(tmp_path):

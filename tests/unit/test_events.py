@@ -1,5 +1,7 @@
 """The books of an attempt that commits for weeks: final events are forgotten, never their meaning."""
 
+import pytest
+
 from layercheck.coordination import events
 from layercheck.coordination.events import EventBook
 from layercheck.manifest import EventId, ShardRecord
@@ -60,3 +62,18 @@ def test_an_expected_event_of_which_a_part_is_known_is_not_expected_again() -> N
     book.add(EventId(step=4, attempt=1, part=1), 0, ROWS, {"step": 4}, 0.0)
     book.expect([4, 7], 0.0)
     assert list(book.open) == [EventId(step=4, attempt=1, part=1), _event(7)]
+
+
+@pytest.mark.parametrize("other", [{"base_step": 2}, {"base_attempt": 2}])
+def test_i3_residuals_of_different_versions_do_not_commit(other: dict[str, int]) -> None:
+    """Added to either version, the weights of one rank would be those of no step."""
+    book, event = EventBook(1, 2), _event(5)
+    mine = ROWS[0].model_copy(
+        update={"reason": "residual", "kind": "residual", "base_step": 3, "base_attempt": 1}
+    )
+    book.add(event, 0, (mine,), {"step": 5}, 0.0)
+    book.add(event, 1, (mine.model_copy(update={"rank": 1} | other),), {"step": 5}, 0.0)
+    assert book.lost == {event: "ranks 0 and 1 saved different layers"}
+    book.add(_event(6), 0, (mine,), {"step": 6}, 0.0)
+    book.add(_event(6), 1, (mine.model_copy(update={"rank": 1}),), {"step": 6}, 0.0)
+    assert _event(6) in book.open

@@ -148,6 +148,13 @@ def test_the_settings_of_every_arm_are_settings_of_a_session(name: str) -> None:
     assert len({arm.name for arm in ARMS[name]}) == len(ARMS[name])
 
 
+@pytest.mark.parametrize("name", ARMS)
+def test_the_threshold_decides_in_every_arm_not_the_age_limit(name: str) -> None:
+    usual = CHECKPOINT["s_max"] / CHECKPOINT["target_interval"]
+    for arm in ARMS[name]:
+        assert arm.checkpoint["s_max"] / arm.checkpoint["target_interval"] >= usual, arm.name
+
+
 @pytest.mark.parametrize("length", [FULL, QUICK])
 def test_the_last_evaluations_come_after_the_last_failure(length: Length) -> None:
     steps = [step for step in range(1, length.steps + 1) if length.is_evaluated(step)]

@@ -1,5 +1,6 @@
 """Layers that are put into an engine one at a time."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from layercheck.attempt import start_attempt
 from layercheck.errors import LayerCheckError
 from layercheck.recovery import install
 from layercheck.recovery.fetch import FetchedLayer, FetchedSlice
+from layercheck.recovery.restore import restore
+from layercheck.tracking.run_log import RunLog
 from tests.shards import layer_map, plan_of, shelf
 
 MAP = layer_map({"layers.0": ((3,),), "layers.1": ((3,),)})
@@ -91,5 +95,20 @@ def test_a_plan_without_a_layer_touches_nothing(tmp_path: Any) -> None:
     store = shelf(tmp_path, {"layers.0": ((3,),)})
     plan = plan_of((store.put(store.run.layer_map.layers[0], 1, 1),))
     with pytest.raises(LayerCheckError, match=r"the plan has no layer layers\.1"):
-        install.start(engine, plan)
+        install.start(engine, plan, "base")
     assert not engine.begun
+
+
+@pytest.mark.parametrize(
+    ("takes", "names"),
+    [
+        (install.start, {"frozen"}),
+        (restore, {"frozen", "bases"}),
+        (start_attempt, {"bases"}),
+        (RunLog, {"residual"}),
+    ],
+)
+def test_a_setting_that_decides_what_is_restored_cannot_be_left_out(takes: Any, names: set[str]) -> None:
+    """A caller that forgot it would restore as if it were off, and nothing would say so."""
+    parameters = inspect.signature(takes).parameters
+    assert {name for name in names if parameters[name].default is inspect.Parameter.empty} == names

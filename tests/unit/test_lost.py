@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layercheck.coordination.lost import lost_drift
+from layercheck.coordination.lost import lost_drift, measure_of
 from layercheck.lost import in_words, over_all
-from layercheck.manifest import DriftReport, Progress
+from layercheck.manifest import DriftReport, LayerPlan, LayerStep, Progress
 from layercheck.tracking.unsaved import Unsaved
 from tests.unit.simulated_run import SimulatedRun, config, transformer
 
@@ -90,6 +90,50 @@ def test_books_hold_all_that_moved_since_the_newest_committed_save(turns: list[t
         assert books.layers["norm"].committed == committed
 
 
+def test_what_a_rotten_version_held_is_lost_again():
+    """Versions of steps 4 and 8, one unit a step; that of step 8 rots. One in flight holds everything."""
+    for in_flight in (False, True):
+        books = Unsaved.since(0, MAP, "mean_abs")
+        for step in range(1, 11):
+            books.observe(report(step))
+            if step in (4, 8) or (step == 10 and in_flight):
+                books.take(step, ["norm"])
+            books.commit(step if step < 10 else 0)
+        assert books.layers["norm"].lost == 2.0
+        books.rotted("norm", 8, 4, 10)
+        assert (books.layers["norm"].lost, books.layers["norm"].committed) == (6.0, 4)
+        assert lost_drift(journal(books, 10), "norm", 4, 6) == pytest.approx(6.0)
+        assert books.layers["norm"].base == ((10, 0) if in_flight else None)
+        books.observe(report(11, displacement=dict.fromkeys(NAMES, 0.1)))
+        assert books.layers["norm"].lost == (6.1 if in_flight else 7.0), "no distance from a rotten version"
+        books.take(12, ["norm"])
+        books.commit(12)
+        assert books.layers["norm"].lost == 0.0
+
+
+def test_what_the_attempt_began_with_is_not_lost_again_with_a_rotten_version():
+    settings_ = config(warmup_steps=10, warmup_full_every=5, s_max=40, target_interval=10)
+    ledger = SimulatedRun(MAP, settings_, lambda step, name: 0.5).run(0, 30).ledger
+    ledger.began = 8
+    norm = ledger.unsaved.layers["norm"]
+    assert (norm.committed, norm.pending) == (29, {})
+    ledger.observe(DriftReport(30, {}, 1e-4, demoted=LayerStep("norm", 5)))
+    assert (norm.committed, norm.lost) == (8, pytest.approx(0.5 * (30 - 8)))
+
+
+def test_a_residual_in_flight_is_worth_nothing_once_its_version_has_rotted():
+    books = Unsaved.since(0, MAP, "mean_abs")
+    for step in range(1, 11):
+        books.observe(report(step))
+        if step == 6:
+            books.take(step, ["norm"])
+            books.commit(step)
+    books.take_residuals(10, ["norm"])
+    books.rotted("norm", 6, 2, 10)
+    books.commit(10)
+    assert (books.layers["norm"].lost, books.layers["norm"].committed) == (8.0, 2)
+
+
 def test_the_ledger_keeps_them_through_a_run_with_slow_and_lost_saves():
     settings_ = config(warmup_steps=10, warmup_full_every=5, s_max=40, target_interval=10)
     run = SimulatedRun(
@@ -106,9 +150,9 @@ def test_the_ledger_keeps_them_through_a_run_with_slow_and_lost_saves():
 # ------------------------------------------------------------------------------------------- from the journal
 
 
-def booked() -> Progress:
+def booked(measure: str = "mean_abs") -> Progress:
     """A save of step 4 committed, one of step 6 in flight, journaled at step 9; one unit a step."""
-    books = Unsaved.since(0, MAP, "mean_abs")
+    books = Unsaved.since(0, MAP, measure)
     for step in range(1, 10):
         books.observe(report(step))
         if step in (4, 6):
@@ -131,6 +175,44 @@ def booked() -> Progress:
 )
 def test_what_is_lost_with_the_save_that_comes_back(saved: int, t_fail: int, expected: float):
     assert lost_drift(booked(), "norm", saved, t_fail - saved) == pytest.approx(expected)
+
+
+def planned(saved: int, t_fail: int, beat: Progress) -> LayerPlan:
+    lost = t_fail - saved
+    return LayerPlan(
+        layer="norm", numel=10, step=saved, attempt=1, age=lost, lost=lost, reason="drift", shards=(),
+        lost_drift=lost_drift(beat, "norm", saved, lost),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("saved", "t_fail", "is_measured"),
+    [
+        (4, 9, False),  # the distance over the save in flight and the one since are added
+        (6, 9, True),  # the save in flight came: one distance
+        (6, 11, False),  # two steps were not journaled
+        (1, 9, False),  # nor is what the fall-back lies behind
+        (9, 9, True),
+    ],
+)
+def test_a_plan_says_distance_only_where_all_of_it_is_one(saved: int, t_fail: int, is_measured: bool):
+    beat = booked("displacement mean_abs")
+    measure = measure_of(beat, t_fail, [planned(saved, t_fail, beat)])
+    assert measure == ("displacement mean_abs" if is_measured else "mean_abs")
+    assert measure_of(booked(), t_fail, [planned(saved, t_fail, beat)]) == "mean_abs"
+
+
+def test_the_way_since_a_rotten_version_is_not_told_as_a_distance():
+    books = Unsaved.since(0, MAP, "displacement mean_abs")
+    books.observe(report(1, displacement=dict.fromkeys(NAMES, 1.0)))
+    assert books.to_state()["measure"] == "displacement mean_abs"
+    books.rotted("norm", 0, 0, 1)
+    assert books.to_state()["measure"] == "mean_abs"
+
+
+def test_nothing_lost_is_said_without_a_measure():
+    assert in_words(0.0, "") == in_words(0.0, "mean_abs") == "0"
+    assert measure_of(None, 4, [planned(4, 4, booked())]) == ""
 
 
 def test_nothing_is_said_of_steps_of_which_nothing_is_known():

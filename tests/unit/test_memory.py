@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,13 @@ from layercheck.errors import ConfigError
 from tests.small_models import SHAPES
 
 SIZES = ModelSizes(
-    params=1_000_000, trainable=1_000_000, largest_layer=300_000, num_layers=4, hidden=64, vocab=1000
+    params=1_000_000,
+    trainable=1_000_000,
+    with_residuals=0,
+    largest_layer=300_000,
+    num_layers=4,
+    hidden=64,
+    vocab=1000,
 )
 
 
@@ -38,7 +45,7 @@ def test_state_is_shared_by_the_ranks_and_a_layer_is_whole() -> None:
 
 
 def test_only_what_trains_has_gradients_and_moments() -> None:
-    frozen = ModelSizes(1_000_000, 10_000, 300_000, 4, 64, 1000)
+    frozen = replace(SIZES, trainable=10_000)
     needed = estimate(frozen, config(), 1)
     assert (needed.weights, needed.gradients, needed.optimizer) == (2_000_000, 20_000, 120_000)
 
@@ -49,6 +56,33 @@ def test_offload_moves_gradients_and_optimizer_to_the_host() -> None:
     on_cpu = estimate(SIZES, config(cluster={"gpus_per_worker": 0}), 2)
     assert on_cpu.device == 0
     assert on_cpu.host > on_cpu.certain + on_cpu.staging
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_residuals_take_one_more_copy_of_the_weights_in_host_memory(gpus: int) -> None:
+    settings = config(cluster={"gpus_per_worker": gpus})
+    without, needed = (
+        estimate(SIZES, settings, 4),
+        estimate(replace(SIZES, with_residuals=600_000), settings, 4),
+    )
+    assert (without.bases, needed.bases) == (0, 4 * 600_000 // 4)
+    assert needed.host - without.host == needed.bases
+    assert needed.device == without.device
+    assert "copies for residuals 600 kB" in describe(needed, SIZES, 4)
+
+
+def test_copies_for_residuals_are_of_what_trains_and_is_not_excluded() -> None:
+    shape = AutoConfig.for_model(**SHAPES["qwen2"], vocab_size=4000, pad_token_id=0, bos_token_id=1)
+
+    def covered(method: str = "layercheck", freeze: tuple[str, ...] = (), **residual: object) -> int:
+        checkpoint = {"method": method, "settings": {"residual": residual}}
+        return model_sizes(shape, config(checkpoint=checkpoint, model={"freeze": freeze})).with_residuals
+
+    whole, embedding = model_sizes(shape, config()).params, 4000 * 32
+    assert covered() == covered(method="none", enabled=True) == 0
+    assert covered(enabled=True) == whole
+    assert covered(enabled=True, exclude=["embed*"]) == whole - embedding
+    assert covered(enabled=True, freeze=("embed_tokens",)) == whole - embedding
 
 
 def test_checkpointing_and_shorter_sequences_take_less() -> None:

@@ -96,6 +96,19 @@ def test_the_command_writes_table_and_answer(run, tmp_path, capsys):
     assert (tmp_path / "replay.png").stat().st_size > 1000
 
 
+def test_a_run_with_residuals_is_replayed_but_not_checked(tmp_path, capsys):
+    """Its ages say when versions were committed, and nothing of an event of residuals alone."""
+    record_run(tmp_path / "run", residual={"enabled": True})
+    with pytest.raises(ConfigError, match=r"run has residual\.enabled: when it heard"):
+        compare(read_trace(str(tmp_path / "run")))
+    options = ["--trace", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--no-pictures"]
+    assert command.main([*options, "--targets", "12", "--s-max", "48"]) == 0
+    assert "check: not made: run run has residual.enabled" in capsys.readouterr().out
+    check = json.loads((tmp_path / "out" / "replay.json").read_text())["check"]
+    assert (check["steps"], check["different"]) == (0, 0)
+    assert "residual.enabled" in check["first"]
+
+
 def test_residuals_lose_less_for_bytes_that_are_counted_and_their_rounding_too(run):
     trace = read_trace(str(run))
     rows = frontier(trace, targets=[24.0], bits=[8, 4], ratios=[0.1])

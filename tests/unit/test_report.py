@@ -63,6 +63,21 @@ def test_the_sums_are_those_of_the_store(folder: Path) -> None:
     assert totals.lost_steps == 4.25
 
 
+def test_residuals_are_counted_beside_the_versions(tmp_path: Path) -> None:
+    before = look(recovered_run(tmp_path / "a")).totals
+    run = RealRun(tmp_path / "a", token="later")
+    run.save(21, "norm", reason="residual")
+    run.coordinator.close()
+    report = look(tmp_path / "a")
+    assert report.totals.events == before.events + 1
+    assert report.totals.layer_writes == before.layer_writes == sum(before.by_reason.values())
+    assert (report.totals.by_reason, report.totals.residual_writes) == (before.by_reason, 1)
+    norm = next(layer for layer in report.layers if layer.name == "norm")
+    assert (norm.residuals, norm.writes) == (1, sum(norm.by_reason.values()))
+    assert "1 residuals beside them" in page(report)
+    assert "1 residual<" in page(report)
+
+
 def test_versions_that_were_collected_still_count_and_none_counts_twice(folder: Path) -> None:
     store = open_both(str(folder))
     assert not (folder / "layercheck/events/step-00000000.a001").exists(), "collected by the coordinator"

@@ -261,6 +261,19 @@ def test_weights_are_version_plus_residual_bit_by_bit_at_any_world_sizes(
         np.testing.assert_array_equal(kept, values(spec, "fp32", 3))
 
 
+def test_who_wants_the_moments_alone_needs_no_residual(tmp_path: Path) -> None:
+    store = shelf(tmp_path, {"layers.0": ((70,),)})
+    (layer,) = store.run.layer_map.layers
+    plan = put_residual(store, store.put(layer, 3, 1), 9, 1, Code(8, 64))
+    fetcher = Fetcher(store.storage, frozenset(["exp_avg"]))
+    found = fetcher.fetch(plan, wants(layer.params, 0, 1))
+    assert isinstance(found, FetchedLayer)
+    (spec,) = layer.params
+    assert set(found.slices[spec.name].tensors) == {"exp_avg"}
+    moments = found.slices[spec.name].tensors["exp_avg"].view(np.float32)
+    np.testing.assert_array_equal(moments, values(spec, "exp_avg", 3))
+
+
 def test_i6_a_flipped_bit_anywhere_in_a_residual_is_found(tmp_path: Path) -> None:
     store = shelf(tmp_path, {"layers.0": ((70,),)})
     (layer,) = store.run.layer_map.layers
