@@ -53,6 +53,23 @@ class ResidualConfig(BaseModel):
         return self.enabled and not any(fnmatchcase(layer, pattern) for pattern in self.exclude)
 
 
+class MemoryConfig(BaseModel):
+    """Snapshots in shared memory, kept by a vault on each node: they outlive the worker."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = False
+    """Events pass through the memory of the node, and a vault writes them to the storage."""
+    k_ratio: float = Field(0.05, ge=0, lt=1)
+    """A layer is copied to memory alone when it moved by this part of K since its newest copy there; 0: all
+    layers at every step. After the warm-up."""
+    budget_gb: float | None = Field(None, gt=0)
+    """Most memory (10^9 bytes) that the vault of a node takes. Default: half of what is free in /dev/shm. Two
+    copies of the state of the node's ranks are enough for `k_ratio: 0`, several for more."""
+    settle_s: float = Field(30, gt=0)
+    """Longest wait at a restart for the vaults to commit what the ranks before have handed over."""
+
+
 class LayerCheckConfig(BaseModel):
     """All settings of a session. Steps are optimizer steps, `_s` are seconds."""
 
@@ -61,6 +78,8 @@ class LayerCheckConfig(BaseModel):
     drift: DriftConfig = DriftConfig()
     """See below."""
     residual: ResidualConfig = ResidualConfig()
+    """See below."""
+    memory: MemoryConfig = MemoryConfig()
     """See below."""
 
     target_interval: float = Field(100, gt=0)

@@ -16,9 +16,9 @@ from layercheck.coordination.plan import PlanRequest, make_plan
 from layercheck.coordination.protocol import AttemptGrant
 from layercheck.layers import ParamSpec
 from layercheck.manifest import BadShard, EventId, LayerPlan, Reason, RecoveryPlan, ShardRecord
+from layercheck.persistence.hashed import HashedBytes
 from layercheck.persistence.shard_file import ShardAbout, ShardTensor, SliceMeta, StateScalar, layout
 from layercheck.persistence.storage import TEMP_PREFIX, Storage
-from layercheck.persistence.writer import HashedBytes
 from layercheck.recovery.fetch import Fetcher, part_of
 from layercheck.tracking.metrics_log import METRICS, PartWriter
 from tests.crash.bucket import Bucket
