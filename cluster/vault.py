@@ -38,6 +38,8 @@ _FIRST_LIMIT_S = 120.0
 """Of the first call, which may have to start the process."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _LOOK_S = 1.0
+_PEER_S = 2.0
+"""How long a vault takes the nodes to be those that it saw."""
 
 
 class VaultActor:
@@ -48,6 +50,8 @@ class VaultActor:
         self._plain: Vault | None = None
         self._making = threading.Lock()
         self._called_s = time.monotonic()
+        self._chosen: VaultCalls | None = None
+        self._looked_s = -_PEER_S
         threading.Thread(target=self._end_when_over, name="over", daemon=True).start()
 
     def call(self, name: str, *args: Any) -> Any:
@@ -64,8 +68,18 @@ class VaultActor:
                 client = connect(self._run, self._storage, self._config)
                 store = open_storage(self._storage, self._run)
                 key = folders.run_key(self._run, self._storage)
-                self._plain = open_vault(key, self._node, store, client, self._config)
+                self._plain = open_vault(key, self._node, store, client, self._config, self._peer)
             return self._plain
+
+    def _peer(self) -> VaultCalls | None:
+        """The next node of the ring of all that have a vault now."""
+        now = time.monotonic()
+        if now - self._looked_s > _PEER_S:
+            others = RayVaults(self._run, self._storage, self._config).others()
+            after = [node for node in others if node > self._node]
+            self._chosen = others[min(after or others)] if others else None
+            self._looked_s = now
+        return self._chosen
 
     def _end_when_over(self) -> None:
         try:
@@ -154,6 +168,15 @@ class ActorVault:
 
     def read(self, file: str, begin: int, end: int) -> bytes:  # noqa: D102
         return bytes(self._call("read", file, begin, end))
+
+    def copy_begin(self, held: Held) -> None:  # noqa: D102
+        self._call("copy_begin", held)
+
+    def copy_put(self, file: str, begin: int, data: bytes) -> None:  # noqa: D102
+        self._call("copy_put", file, begin, data)
+
+    def copy_end(self, held: Held) -> None:  # noqa: D102
+        self._call("copy_end", held)
 
     def end(self, rank: int | None) -> None:  # noqa: D102
         self._call("end", rank)

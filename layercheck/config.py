@@ -66,6 +66,8 @@ class MemoryConfig(BaseModel):
     budget_gb: float | None = Field(None, gt=0)
     """Most memory (10^9 bytes) that the vault of a node takes. Default: half of what is free in /dev/shm. Two
     copies of the state of the node's ranks are enough for `k_ratio: 0`, several for more."""
+    replicas: int = Field(0, ge=0, le=1)
+    """Copies on other nodes: with 1 what is in memory survives the loss of a node."""
     settle_s: float = Field(30, gt=0)
     """Longest wait at a restart for the vaults to commit what the ranks before have handed over."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from layercheck.coordination import journal
 from layercheck.manifest import MEMORY_PART, AttemptRecord, EventId, LineageLink, ShardRecord
+from layercheck.memory.copies import FindPeer
 from layercheck.memory.staging import About, MemorySink
 from layercheck.memory.vault import Vault
 from layercheck.persistence.hashed import HashedBytes
@@ -48,16 +49,31 @@ def claim(storage: LocalStorage, attempt: int = 1, token: str = TOKEN) -> None:
 
 
 def make_vault(
-    tmp: Path, storage: LocalStorage, told: Told, budget: int = 10**7, node: str = "n0", retries: int = 0
+    tmp: Path,
+    storage: LocalStorage,
+    told: Told,
+    budget: int = 10**7,
+    node: str = "n0",
+    retries: int = 0,
+    find_peer: FindPeer | None = None,
 ) -> Vault:
     place = tmp / "shm"
     place.mkdir(exist_ok=True)
-    return Vault(RUN, node, storage, told, budget_bytes=budget, retries=retries, place=str(place))
+    return Vault(
+        RUN,
+        node,
+        storage,
+        told,
+        budget_bytes=budget,
+        retries=retries,
+        place=str(place),
+        find_peer=find_peer,
+    )
 
 
 def die(vault: Vault) -> None:
     """As after a SIGKILL: the lock is free, nothing was put away."""
-    vault._uploads.close(5.0)
+    vault._stop()
     vault._leave()
 
 

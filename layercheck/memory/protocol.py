@@ -46,6 +46,23 @@ class VaultCalls(Protocol):
         """Bytes of a segment, for a rank on another node; fewer if it ends before or is gone."""
         ...
 
+    def copy_begin(self, held: Held) -> None:
+        """Makes room for the copy of a segment of another node.
+
+        Raises:
+            VaultError: there is none.
+            FencedError: a later attempt has begun.
+        """
+        ...
+
+    def copy_put(self, file: str, begin: int, data: bytes) -> None:
+        """Writes some of its bytes."""
+        ...
+
+    def copy_end(self, held: Held) -> None:
+        """It is whole."""
+        ...
+
     def end(self, rank: int | None) -> None:
         """The run is complete for a rank (None: for all); frees everything after the last of this node."""
         ...

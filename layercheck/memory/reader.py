@@ -23,8 +23,10 @@ TIERS: tuple[Tier, ...] = ("memory", "peer", "storage")
 class Copy(Protocol):
     """One copy of a file in memory."""
 
-    tier: Tier
-    nbytes: int
+    @property
+    def tier(self) -> Tier: ...  # noqa: D102
+    @property
+    def nbytes(self) -> int: ...  # noqa: D102
 
     def read_into(self, begin: int, into: Sequence[memoryview]) -> int:
         """Fills memory; returns the bytes there were."""

@@ -72,6 +72,19 @@ def fill(path: str, chunks: Iterable[Buffer]) -> None:
         os.close(fd)
 
 
+def put(path: str, begin: int, data: bytes) -> None:
+    """Writes some bytes of the shard file.
+
+    Raises:
+        VaultError: the segment is gone.
+    """
+    fd = _open(path, os.O_WRONLY)
+    try:
+        os.pwrite(fd, data, DATA_AT + begin)
+    finally:
+        os.close(fd)
+
+
 def seal(path: str, held: Held) -> None:
     """Says that the bytes are whole.
 

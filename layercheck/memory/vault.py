@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from layercheck.errors import FencedError, VaultError
 from layercheck.manifest import EventId
 from layercheck.memory import folders, segment
+from layercheck.memory.copies import Copies, FindPeer
 from layercheck.memory.held import Held
 from layercheck.memory.uploads import Upload, Uploads
 from layercheck.persistence.sink import Listener
@@ -37,6 +38,7 @@ class Kept:
         held: None until it is sealed.
         is_queued: it is, or was, on its way to the storage.
         is_stored: the storage needs it no more.
+        is_copy: its rank lives on another node, whose vault writes it while that lives.
     """
 
     event: EventId
@@ -47,6 +49,7 @@ class Kept:
     held: Held | None = None
     is_queued: bool = False
     is_stored: bool = False
+    is_copy: bool = False
 
 
 class Vault:
@@ -60,6 +63,7 @@ class Vault:
         budget_bytes: most memory that all segments of this node may take; None: half of what is free.
         retries: tries of a write after the first.
         place: where shared memory lies.
+        find_peer: the vault of another node that is to have a copy of everything; None for no copies.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Vault:
         budget_bytes: int | None = None,
         retries: int = 8,
         place: str = folders.PLACE,
+        find_peer: FindPeer | None = None,
     ) -> None:
         self._run, self._node, self._place = run, node, place
         self.folder = folders.folder_of(run, node, place)
@@ -82,6 +87,7 @@ class Vault:
         self._ranks: set[int] = set()
         self._ended: set[int | None] = set()
         self._uploads = Uploads(storage, coordinator, retries, self._is_uploaded)
+        self._copies = Copies(find_peer, self._path_of) if find_peer is not None else None
         self.budget_bytes = _half_of_free(place) if budget_bytes is None else budget_bytes
         self._scan()
 
@@ -90,24 +96,8 @@ class Vault:
     def open(self, event: EventId, rank: int, token: str, nbytes: int) -> str:
         """See `VaultCalls.open`."""
         with self._lock:
-            if self._token not in ("", token):
-                raise FencedError(f"attempt {event.attempt} is fenced off", attempt=event.attempt)
-            file = event.shard_file(rank)
-            self._drop([f for f, kept in self._kept.items() if f == file or _is_torn(kept, event, rank)])
-            if event.in_memory or nbytes > self.budget_bytes - self.used_bytes:
-                self._drop([f for f, kept in self._kept.items() if self._is_superseded(kept, event, rank)])
-            free = self.budget_bytes - self.used_bytes
-            if nbytes > free:
-                raise VaultError(
-                    f"no room for a segment of {nbytes} bytes on node {self._node}: {max(free, 0)} of "
-                    f"memory.budget_gb={self.budget_bytes / 1e9:.3g} are free; raise it, or memory.k_ratio",
-                    need=nbytes,
-                )
-            path = os.path.join(self.folder, folders.segment_name(event, rank))
-            segment.create(path, nbytes)
             self._ranks.add(rank)
-            self._kept[file] = Kept(event, rank, path, nbytes, token)
-            return path
+            return self._open(event, rank, token, nbytes).path
 
     def sealed(self, file: str) -> None:
         """See `VaultCalls.sealed`."""
@@ -119,17 +109,42 @@ class Vault:
             if kept.held is None:
                 raise VaultError(f"{file} was said to be sealed and is torn", path=kept.path)
             self._queue(kept, kept.held)
+            if self._copies is not None:
+                self._copies.put(kept.held)
 
     def drain(self, rank: int, limit_s: float) -> bool:
         """See `VaultCalls.drain`."""
         return self._uploads.drain(limit_s, rank)
+
+    # ------------------------------------------------------------ calls of another node's vault
+
+    def copy_begin(self, held: Held) -> None:
+        """See `VaultCalls.copy_begin`."""
+        with self._lock:
+            if not self._is_mine(held.file):
+                kept = self._open(held.event, held.rank, held.token, held.nbytes)
+                kept.is_copy = kept.is_stored = True
+
+    def copy_put(self, file: str, begin: int, data: bytes) -> None:
+        """See `VaultCalls.copy_put`."""
+        path = self._path_of(file)
+        if path is not None and not self._is_mine(file):
+            segment.put(path, begin, data)
+
+    def copy_end(self, held: Held) -> None:
+        """See `VaultCalls.copy_end`."""
+        with self._lock:
+            kept = self._kept.get(held.file)
+            if kept is not None and kept.is_copy and kept.held is None:
+                segment.seal(kept.path, held)
+                kept.held = self._read(kept.path)
 
     # ------------------------------------------------------------ calls of a recovery
 
     def settle(self, token: str, limit_s: float) -> tuple[Held, ...]:
         """See `VaultCalls.settle`."""
         with self._lock:
-            self._scan()
+            self._scan()  # copies too: the node that was to write them may be gone
         self._uploads.drain(limit_s)
         with self._lock:
             found = []
@@ -170,7 +185,7 @@ class Vault:
             self._ended.add(rank)
             if rank is not None and not self._ranks <= self._ended:
                 return
-        self._uploads.close(_LEAVE_S)
+        self._stop()
         with self._lock:
             self._drop(list(self._kept))
             self._leave()
@@ -178,7 +193,7 @@ class Vault:
 
     def close(self) -> None:
         """This process ends, and what it holds stays."""
-        self._uploads.close(_LEAVE_S)
+        self._stop()
         self._leave()
 
     # ------------------------------------------------------------ readings
@@ -200,6 +215,25 @@ class Vault:
             return frozenset(file for file, kept in self._kept.items() if kept.held is not None)
 
     # ------------------------------------------------------------ internal
+
+    def _open(self, event: EventId, rank: int, token: str, nbytes: int) -> Kept:
+        if self._token not in ("", token):
+            raise FencedError(f"attempt {event.attempt} is fenced off", attempt=event.attempt)
+        file = event.shard_file(rank)
+        self._drop([f for f, kept in self._kept.items() if f == file or _is_torn(kept, event, rank)])
+        if event.in_memory or nbytes > self.budget_bytes - self.used_bytes:
+            self._drop([f for f, kept in self._kept.items() if self._is_superseded(kept, event, rank)])
+        free = self.budget_bytes - self.used_bytes
+        if nbytes > free:
+            raise VaultError(
+                f"no room for a segment of {nbytes} bytes on node {self._node}: {max(free, 0)} of "
+                f"memory.budget_gb={self.budget_bytes / 1e9:.3g} are free; raise it, or memory.k_ratio",
+                need=nbytes,
+            )
+        path = os.path.join(self.folder, folders.segment_name(event, rank))
+        segment.create(path, nbytes)
+        self._kept[file] = Kept(event, rank, path, nbytes, token)
+        return self._kept[file]
 
     def _scan(self) -> None:
         """Finds what was sealed without a word, or by ranks of an earlier vault."""
@@ -264,6 +298,21 @@ class Vault:
             kept = self._kept.pop(file)
             with suppress(FileNotFoundError):
                 os.unlink(kept.path)
+
+    def _path_of(self, file: str) -> str | None:
+        with self._lock:
+            return self._kept[file].path if file in self._kept else None
+
+    def _is_mine(self, file: str) -> bool:
+        """True for a segment that a rank of this node has made, or that an earlier vault had whole."""
+        with self._lock:
+            kept = self._kept.get(file)
+            return kept is not None and not kept.is_copy and bool(kept.token)
+
+    def _stop(self) -> None:
+        self._uploads.close(_LEAVE_S)
+        if self._copies is not None:
+            self._copies.close(_LEAVE_S)
 
     def _leave(self) -> None:
         if self._lock_fd is not None:
