@@ -61,13 +61,15 @@ class Copies:
             try:
                 self._send(held)
                 self._is_refused = False
-            except LayerCheckError as error:
-                if not self._is_refused:  # said once: it would be said at every step
-                    self._is_refused = True
-                    log.warning("no copy of %s on another node: %s", held.file, error)
-            except Exception:
-                # A bug here costs this copy. If the thread ended with it, every later one would be lost too.
-                log.exception("the vault failed to copy in a way that it does not know")
+            except Exception as error:
+                # Also a bug here costs this copy alone: no later one could be made if the thread ended.
+                self._refused(held, error)
+
+    def _refused(self, held: Held, error: Exception) -> None:
+        """Once until it works again: it would be said at every step."""
+        if not self._is_refused or not isinstance(error, LayerCheckError):
+            self._is_refused = True
+            log.warning("no copy of %s on another node: %s", held.file, error, exc_info=error)
 
     def _next(self) -> Held | None:
         with self._changed:

@@ -97,9 +97,7 @@ def _touched(folder: str) -> float:
 
 def _try_lock(folder: str) -> int | None:
     try:
-        lock = os.open(
-            os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
+        lock = os.open(os.path.join(folder, _LOCK), _LOCK_FLAGS, 0o600)
     except OSError:
         return None  # another user's, or gone
     try:

@@ -41,11 +41,11 @@ class Uploads:
         storage: the run's `layercheck` folder.
         coordinator: is told of each file, as by its rank.
         retries: tries after the first.
-        done: called when a file is written or given up, with True if it was written.
+        done: called when a file is written or given up.
     """
 
     def __init__(
-        self, storage: Storage, coordinator: Listener, retries: int, done: Callable[[str, bool], None]
+        self, storage: Storage, coordinator: Listener, retries: int, done: Callable[[str], None]
     ) -> None:
         self._storage, self._coordinator = storage, coordinator
         self._retries, self._done = retries, done
@@ -90,13 +90,13 @@ class Uploads:
 
     def _run(self) -> None:
         while (upload := self._next()) is not None:
-            written = False
             try:
-                written = self._upload(upload)
-            except Exception:
+                self._upload(upload)
+            except Exception as error:
                 # A bug here costs this event. If the thread ended with it, every later one would be lost too.
                 log.exception("the vault failed in a way that it does not know")
-            self._done(upload.held.file, written)
+                self._give_up(upload.held, error)
+            self._done(upload.held.file)
             with self._changed:
                 self._now = None
                 self._changed.notify_all()
@@ -107,13 +107,13 @@ class Uploads:
             self._now = None if self._closing else self._queue.popleft()
             return self._now
 
-    def _upload(self, upload: Upload) -> bool:
+    def _upload(self, upload: Upload) -> None:
         held = upload.held
         if not self._is_of_this_store(held):
             log.warning("%s is of an attempt that the store does not know: not written", held.file)
-            return False
+            return
         if self._storage.size(held.event.commit_file) is not None:
-            return True  # an earlier vault did it
+            return  # an earlier vault did it, or that of a node which is gone
         rows: list[ShardRecord] = []
         what = f"event {held.event.folder} of rank {held.rank}"
         error = try_often(lambda: rows.extend(self._write(upload)), self._retries + 1, what)
@@ -123,15 +123,16 @@ class Uploads:
                 self._retries + 1,
                 what,
             )
-        if error is None:
-            return True
-        log.error("%s could not be written from memory and is lost: %s", what, error)
+        if error is not None:
+            self._give_up(held, error)
+
+    def _give_up(self, held: Held, error: Exception) -> None:
+        log.error("%s could not be written from memory and is lost: %s", held.file, error)
         try:
             self._coordinator.lost(held.event, held.rank, str(error))
         except LayerCheckError as lost:
             # The coordinator declares the event lost by itself after event_timeout_s.
-            log.error("%s could not be reported: %s", what, lost)
-        return False
+            log.error("%s could not be reported: %s", held.file, lost)
 
     def _is_of_this_store(self, held: Held) -> bool:
         """False for what was left of a store that was deleted since, or of a claim that was lost."""

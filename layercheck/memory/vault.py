@@ -277,7 +277,7 @@ class Vault:
             held = held.model_copy(update={"offered": (*held.offered, token)})
         return held
 
-    def _is_uploaded(self, file: str, written: bool) -> None:
+    def _is_uploaded(self, file: str) -> None:
         with self._lock:
             if file in self._kept:
                 self._kept[file].is_stored = True  # or given up: nobody waits for it any more
