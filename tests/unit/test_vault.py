@@ -1,6 +1,7 @@
 """A vault on its own: what it writes, keeps and drops, and what any death leaves in shared memory."""
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from layercheck.errors import FencedError, VaultError
 from layercheck.manifest import EventId
 from layercheck.memory import folders, segment
-from tests.fakes import FaultyStorage, flip_bit
+from tests.fakes import FaultyStorage, SlowStorage, flip_bit
 from tests.vaults import (
     HEADER,
     NEXT,
@@ -193,12 +194,17 @@ def test_what_is_not_written_yet_stays_even_when_memory_is_full(tmp_path: Path) 
 
 
 def test_an_event_that_memory_cannot_take_goes_to_the_storage_after_those_before_it(tmp_path: Path) -> None:
-    node = Node(tmp_path, budget=700)
-    node.rank.stage(event(1), LAYERS)
-    node.rank.stage(event(2), LAYERS, nbytes=400)
-    assert [key for key, _ in node.told.recorded] == [event(1), event(2)]
-    assert node.storage.read(event(2).shard_file(0)) == HEADER + content(LAYERS, 2, 400)[1]
-    die(node.vault)
+    """The coordinator takes the word of a rank that speaks of a later event: the earlier one will not come."""
+    storage, told = SlowStorage(str(tmp_path / "store"), "step-00000001"), Told()
+    claim(storage)
+    vault = make_vault(tmp_path, storage, told, budget=700)
+    rank = rank_of(vault, storage, told)
+    rank.stage(event(1), LAYERS)
+    threading.Timer(0.3, storage.gate.set).start()
+    rank.stage(event(2), LAYERS, nbytes=400)
+    assert [key for key, _ in told.recorded] == [event(1), event(2)]
+    assert storage.read(event(2).shard_file(0)) == HEADER + content(LAYERS, 2, 400)[1]
+    die(vault)
 
 
 def test_a_machine_without_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
