@@ -9,9 +9,9 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import ray
@@ -116,7 +116,22 @@ class RayVaults:
 
     @cached_property
     def own(self) -> VaultCalls:
-        """See `Vaults.own`. The actor is made unless it lives."""
+        """See `Vaults.own`."""
+        return ActorVault(self.node, self._start)
+
+    def others(self) -> Mapping[str, VaultCalls]:
+        """See `Vaults.others`."""
+        found: dict[str, VaultCalls] = {}
+        for node in ray.nodes():  # type: ignore[no-untyped-call]
+            name = node["NodeID"]
+            if node["Alive"] and name != self.node:
+                with suppress(ValueError):  # no vault on this node
+                    self._find(name)
+                    found[name] = ActorVault(name, partial(self._find, name))
+        return found
+
+    def _start(self) -> Any:
+        """The actor of this node, made unless it lives."""
         actor = ray.remote(VaultActor).options(
             name=f"{self._prefix}:{self.node}",
             namespace=NAMESPACE,
@@ -128,27 +143,26 @@ class RayVaults:
             max_concurrency=_MAX_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(self.node, soft=False),
         )
-        return ActorVault(self.node, actor.remote(self._name, self._storage, self.node, self._config))
+        return actor.remote(self._name, self._storage, self.node, self._config)
 
-    def others(self) -> Mapping[str, VaultCalls]:
-        """See `Vaults.others`."""
-        found: dict[str, VaultCalls] = {}
-        for node in ray.nodes():  # type: ignore[no-untyped-call]
-            if node["Alive"] and node["NodeID"] != self.node:
-                with suppress(ValueError):  # no vault on this node
-                    actor = ray.get_actor(f"{self._prefix}:{node['NodeID']}", namespace=NAMESPACE)
-                    found[node["NodeID"]] = ActorVault(node["NodeID"], actor)
-        return found
+    def _find(self, node: str) -> Any:
+        return ray.get_actor(f"{self._prefix}:{node}", namespace=NAMESPACE)
 
     def close(self) -> None:
         """See `Vaults.close`. The actors live on."""
 
 
 class ActorVault:
-    """`VaultCalls` by an actor; each call has a limit, within which the actor may be restarted."""
+    """`VaultCalls` by an actor; each call has a limit, within which the actor may be restarted.
 
-    def __init__(self, node: str, actor: Any) -> None:
-        self._node, self._actor = node, actor
+    Args:
+        node: where it lives.
+        find: gives its handle; ValueError if there is none.
+    """
+
+    def __init__(self, node: str, find: Callable[[], Any]) -> None:
+        self._node, self._find = node, find
+        self._handle: Any = None
         self._has_answered = False
 
     def open(self, event: EventId, rank: int, token: str, nbytes: int) -> str:  # noqa: D102
@@ -186,16 +200,20 @@ class ActorVault:
         deadline, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
         while True:
             try:
-                left_s = max(deadline - time.monotonic(), 0.01)
-                answer = ray.get(self._actor.call.remote(name, *args), timeout=left_s)
+                self._handle = self._handle or self._find()
+                answer = self._handle.call.remote(name, *args)
+                value = ray.get(answer, timeout=max(deadline - time.monotonic(), 0.01))
                 self._has_answered = True
-                return answer
+                return value
             except RayTaskError as error:
                 if isinstance(error.cause, LayerCheckError):
                     raise error.cause from None
                 raise
+            except ValueError as error:
+                raise VaultError(f"node {self._node} has no vault any more", node=self._node) from error
             except (RayActorError, GetTimeoutError) as error:
-                if time.monotonic() + pause_s > deadline or _is_gone(error):
+                self._handle = None
+                if time.monotonic() + pause_s > deadline:
                     raise VaultError(
                         f"the vault of node {self._node} did not answer {name} within {limit_s:g} s "
                         f"({type(error).__name__})",
@@ -204,8 +222,3 @@ class ActorVault:
                     ) from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-def _is_gone(error: Exception) -> bool:
-    """False for an actor that Ray is about to start again."""
-    return not isinstance(error, GetTimeoutError | ray.exceptions.ActorUnavailableError)

@@ -36,6 +36,7 @@ from layercheck.zero3 import Zero3Engine
 log = logging.getLogger(__name__)
 LATER_STEPS = 20
 _LEAST_GRACE_S = 1.0
+_STAGED_S = 5.0
 
 
 @dataclass(slots=True)
@@ -223,7 +224,12 @@ class Attempt:
             log.error("the end of attempt %d could not be noted: %s", self.number, error)
 
     def notices(self) -> RankNotices:
-        """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last."""
+        """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last.
+
+        Who wants a copy of every step waits here for that of the step before, which has had a step's time.
+        """
+        if self.staged is not None and self.ledger.lag == 0 and self.ledger.config.memory.k_ratio == 0:
+            self.writer.drain(_STAGED_S)
         own = RankNotices(
             self.writer.backlog_bytes, step_s=self.step_s, stall_s=self.stall_s, grace_s=self.grace_s
         )

@@ -85,7 +85,7 @@ def _tear(world: World) -> None:
     world.step -= 1
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.product(DEATHS, repeat=2)))
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(DEATHS, 2)))
 def test_i10_two_deaths_in_a_row_with_memory_at_every_step_cost_no_step(
     first: str, second: str, tmp_path: Path
 ) -> None:

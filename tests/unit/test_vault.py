@@ -194,7 +194,7 @@ def test_what_is_not_written_yet_stays_even_when_memory_is_full(tmp_path: Path) 
 
 
 def test_an_event_that_memory_cannot_take_goes_to_the_storage_after_those_before_it(tmp_path: Path) -> None:
-    """The coordinator takes the word of a rank that speaks of a later event: the earlier one will not come."""
+    """A coordinator takes a rank that speaks of a later event at its word: the earlier one will not come."""
     storage, told = SlowStorage(str(tmp_path / "store"), "step-00000001"), Told()
     claim(storage)
     vault = make_vault(tmp_path, storage, told, budget=700)
