@@ -26,8 +26,7 @@ from layercheck.manifest import EventId
 from layercheck.memory import folders
 from layercheck.memory.held import Held
 from layercheck.memory.protocol import VaultCalls
-from layercheck.memory.tier import open_vault
-from layercheck.memory.vault import Vault
+from layercheck.memory.vault import Vault, open_vault
 from layercheck.persistence.storage import open_storage
 
 _CALLS = frozenset(name for name in vars(VaultCalls) if not name.startswith("_"))

@@ -16,12 +16,11 @@ from layercheck.config import LayerCheckConfig
 from layercheck.errors import VaultError
 from layercheck.manifest import RecoveryPlan
 from layercheck.memory import folders
-from layercheck.memory.copies import FindPeer
 from layercheck.memory.held import Held
 from layercheck.memory.protocol import VaultCalls, Vaults
 from layercheck.memory.reader import TIERS, Copy, MemoryFirst, OwnCopy, PeerCopy, Tier
 from layercheck.memory.staging import About, MemorySink
-from layercheck.memory.vault import Vault
+from layercheck.memory.vault import open_vault
 from layercheck.persistence.sink import FileSink, Listener
 from layercheck.persistence.storage import Readable, Storage
 from layercheck.recovery.collectives import gather
@@ -56,29 +55,6 @@ class RankVaults:
     def close(self) -> None:
         """See `Vaults.close`."""
         self.own.close()
-
-
-def open_vault(
-    run: str,
-    node: str,
-    storage: Storage,
-    coordinator: Listener,
-    config: LayerCheckConfig,
-    find_peer: FindPeer | None = None,
-) -> Vault:
-    """The vault of a node with the settings of a run; `run` is a `folders.run_key`."""
-    peer = find_peer if config.memory.replicas else None
-    budget_gb = config.memory.budget_gb
-    budget_bytes = None if budget_gb is None else int(budget_gb * 1e9)
-    return Vault(
-        run,
-        node,
-        storage,
-        coordinator,
-        budget_bytes=budget_bytes,
-        retries=config.write_retries,
-        find_peer=peer,
-    )
 
 
 def open_tier(

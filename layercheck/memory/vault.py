@@ -17,6 +17,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
+from layercheck.config import LayerCheckConfig
 from layercheck.errors import FencedError, VaultError
 from layercheck.manifest import EventId
 from layercheck.memory import folders, segment
@@ -318,6 +319,29 @@ class Vault:
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
+
+
+def open_vault(
+    run: str,
+    node: str,
+    storage: Storage,
+    coordinator: Listener,
+    config: LayerCheckConfig,
+    find_peer: FindPeer | None = None,
+) -> Vault:
+    """The vault of a node with the settings of a run; `run` is a `folders.run_key`."""
+    peer = find_peer if config.memory.replicas else None
+    budget_gb = config.memory.budget_gb
+    budget_bytes = None if budget_gb is None else int(budget_gb * 1e9)
+    return Vault(
+        run,
+        node,
+        storage,
+        coordinator,
+        budget_bytes=budget_bytes,
+        retries=config.write_retries,
+        find_peer=peer,
+    )
 
 
 def _is_torn(kept: Kept, event: EventId, rank: int) -> bool:
