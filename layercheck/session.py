@@ -275,7 +275,7 @@ class Session:
             # The writer reports this event as lost; its drift comes back by the notice (I9).
             opened.alert(f"event {event.folder} is lost: {error}")
             return 0
-        if snapshot.stream.streaming:
+        if snapshot.stream.streaming and part != MEMORY_PART:
             opened.alert(
                 f"event {event.folder} of {snapshot.layout.total} bytes on rank {self._zero3.rank} is larger "
                 f"than the staging memory: training waited {snapshot.stream.copy_s:.2f} s; raise "

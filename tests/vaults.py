@@ -124,5 +124,5 @@ class Rank:
 def rank_of(
     vault: Any, storage: LocalStorage, told: Told, rank: int = 0, world_size: int = 1, token: str = TOKEN
 ) -> Rank:
-    sink = MemorySink(vault, storage, told, About(RUN, rank, world_size, token), wait_s=5.0)
+    sink = MemorySink(vault, storage, told, About(RUN, vault._node, rank, world_size, token), wait_s=5.0)
     return Rank(sink, rank, world_size)

@@ -9,7 +9,8 @@ class Held(Record):
     """One rank's file of one event, whole, in the memory of a node.
 
     Attributes:
-        run: key of the run, see `vault.run_key`.
+        run: key of the run, see `folders.run_key`.
+        home: node of the rank that made it, whose vault writes it.
         token: that of the attempt that made it; a number alone may mean another life of the store.
         nbytes: size of the file.
         offered: tokens of the attempts that were told of it while they were being planned, oldest first.
@@ -17,6 +18,7 @@ class Held(Record):
     """
 
     run: str
+    home: str
     event: EventId
     rank: int
     world_size: int

@@ -38,20 +38,23 @@ def create(path: str, nbytes: int) -> None:
     Raises:
         VaultError: there is no room.
     """
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, DATA_AT + nbytes)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, DATA_AT + nbytes)
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
     except OSError as error:
-        os.unlink(path)
         raise VaultError(
             f"no room for {nbytes} bytes in shared memory: {error.strerror}; lower memory.budget_gb, or give "
             "the machine (or container) a larger /dev/shm",
             path=path,
         ) from error
-    finally:
-        os.close(fd)
 
 
 def fill(path: str, chunks: Iterable[Buffer]) -> None:

@@ -25,6 +25,7 @@ class About:
     """What all segments of one rank and attempt have in common. `run` is a `folders.run_key`."""
 
     run: str
+    home: str
     rank: int
     world_size: int
     token: str
@@ -36,7 +37,7 @@ class MemorySink:
     Args:
         vault: of this node.
         storage, coordinator: what it stands in front of.
-        about: run key, rank, world size and token: what all segments of this attempt have in common.
+        about: whose segments they are.
         wait_s: limit of the wait for the vault before a file goes to the storage from here.
     """
 
@@ -78,6 +79,7 @@ class MemorySink:
         about = self._about
         held = Held(
             run=about.run,
+            home=about.home,
             event=event,
             rank=rank,
             world_size=about.world_size,

@@ -134,7 +134,7 @@ class MemoryTier:
 
     def sink(self, storage: FileSink, coordinator: Listener, wait_s: float) -> MemorySink:
         """What this rank's writer gets in place of both."""
-        about = About(self._vaults.run, self._rank, self._world_size, self._token)
+        about = About(self._vaults.run, self._vaults.node, self._rank, self._world_size, self._token)
         return MemorySink(self._vaults.own, storage, coordinator, about, wait_s)
 
     def close(self, completed: bool) -> None:

@@ -6,11 +6,13 @@ was left out will not come.
 """
 
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from layercheck.coordination import journal
 from layercheck.errors import DamagedShardError, LayerCheckError
@@ -116,7 +118,8 @@ class Uploads:
             return  # an earlier vault did it, or that of a node which is gone
         rows: list[ShardRecord] = []
         what = f"event {held.event.folder} of rank {held.rank}"
-        error = try_often(lambda: rows.extend(self._write(upload)), self._retries + 1, what)
+        is_gone = partial(_is_gone, upload.path)
+        error = try_often(lambda: rows.extend(self._write(upload)), self._retries + 1, what, is_gone)
         if error is None:
             error = try_often(
                 lambda: self._coordinator.record(held.event, held.rank, tuple(rows), held.trainer_state),
@@ -153,6 +156,11 @@ class Uploads:
         self._storage.write(held.file, _checked(content, held))
         write_s = time.monotonic() - started
         return [row.model_copy(update={"write_s": write_s}) for row in held.records]
+
+
+def _is_gone(path: str) -> bool:
+    """True for a segment that a later attempt had dropped while it was being written."""
+    return not os.path.exists(path)
 
 
 def _checked(content: HashedBytes, held: Held) -> Iterator[bytes | memoryview]:

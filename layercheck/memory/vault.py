@@ -249,7 +249,9 @@ class Vault:
             nbytes = held.nbytes if held else max(0, _size(path) - segment.DATA_AT)
             kept = self._kept.setdefault(event.shard_file(rank), Kept(event, rank, path, nbytes, ""))
             if held is not None and kept.held is None:
-                kept.held, kept.token = held, held.token
+                kept.held, kept.token, kept.is_copy = held, held.token, held.home != self._node
+            if not kept.is_copy:
+                self._ranks.add(rank)
         for kept in sorted(self._kept.values(), key=lambda kept: _order(kept.event)):
             if kept.held is not None:
                 self._queue(kept, kept.held)

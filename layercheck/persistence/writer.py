@@ -187,7 +187,7 @@ class ShardWriter:
     def _data(self, snapshot: Snapshot) -> Iterator[memoryview]:
         """What was staged, as it stands in the file."""
         chunks = snapshot.stream.chunks(self._timeout_s)
-        if self._bases is None:
+        if self._bases is None or snapshot.event.in_memory:  # residuals count from what the storage has
             return chunks
         event = snapshot.event
         return recoded(snapshot.pieces, chunks, self._bases, (event.step, event.attempt))

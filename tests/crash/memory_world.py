@@ -211,9 +211,10 @@ class World:
         )
         for vault in self.vaults:
             vault.began(token, keep)
+        abouts = [About(RUN, f"n{rank}", rank, WORLD, token) for rank in range(WORLD)]
         self.sinks = [
-            MemorySink(vault, self.storage, _Listener(self), About(RUN, rank, WORLD, token), wait_s=10.0)
-            for rank, vault in enumerate(self.vaults)
+            MemorySink(vault, self.storage, _Listener(self), about, wait_s=10.0)
+            for vault, about in zip(self.vaults, abouts, strict=True)
         ]
         self.is_exact = True
         if plan is None:

@@ -40,6 +40,7 @@ def held(
     return tuple(
         Held(
             run="run",
+            home=f"n{rank}",
             event=made,
             rank=rank,
             world_size=group.world_size,
@@ -215,8 +216,8 @@ def test_i15_holds_for_any_history(lives: list[int], made_by: int, step: int, to
         records[attempt], begun[attempt] = _record(attempt, lineage), reached
         reached += trained
     one = Held(
-        run="run", event=memory_event(step, made_by), rank=0, world_size=1, token=f"t{made_by}", nbytes=1,
-        records=(), trainer_state={}, offered=tuple(f"t{n}" for n in sorted(told)),
+        run="run", home="n0", event=memory_event(step, made_by), rank=0, world_size=1, token=f"t{made_by}",
+        nbytes=1, records=(), trainer_state={}, offered=tuple(f"t{n}" for n in sorted(told)),
     )  # fmt: skip
     facts = StoreFacts(run=run_record(), attempts=records, held=(one,))
     later = [n for n in records if n > made_by]

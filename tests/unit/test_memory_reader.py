@@ -38,8 +38,8 @@ def put(store: Shelf, tmp: Path, plan: LayerPlan, rank: int = 0) -> Path:
     segment.create(str(path), len(data))
     segment.fill(str(path), [data])
     held = Held(
-        run="run", event=plan.shards[rank].event, rank=rank, world_size=1, token="11" * 16, nbytes=len(data),
-        records=(plan.shards[rank],), trainer_state={},
+        run="run", home="n0", event=plan.shards[rank].event, rank=rank, world_size=1, token="11" * 16,
+        nbytes=len(data), records=(plan.shards[rank],), trainer_state={},
     )  # fmt: skip
     segment.seal(str(path), held)
     return path

@@ -250,7 +250,7 @@ def test_no_flipped_bit_of_what_a_segment_says_of_itself_is_believed(node: Node)
 
 def test_a_foreign_file_is_removed_and_one_of_another_run_is_not_ours(node: Node) -> None:
     Path(node.vault.folder, "something").write_bytes(b"x" * 5000)
-    node.rank.sink._about = type(node.rank.sink._about)("another", 0, 1, TOKEN)
+    node.rank.sink._about = type(node.rank.sink._about)("another", "n0", 0, 1, TOKEN)
     with pytest.raises(VaultError, match="torn"):
         node.rank.stage(memory_event(3), LAYERS)
     assert node.vault.settle(NEXT, 1.0) == ()
@@ -280,6 +280,22 @@ def test_i8_an_attempt_that_goes_on_fences_those_before_and_keeps_what_it_came_f
     rank_of(node.vault, node.storage, node.told, token=NEXT).stage(memory_event(4, attempt=2), LAYERS)
     node.vault.began(NEXT, set())
     assert len(node.vault.files) == 2, "the word of a second rank of the node changes nothing"
+
+
+def test_what_a_later_attempt_has_dropped_is_not_tried_again_and_again(tmp_path: Path) -> None:
+    """With eight tries half a minute would pass before the next file of this node is written."""
+    storage, told = SlowStorage(str(tmp_path / "store"), "step-00000001"), Told()
+    claim(storage)
+    claim(storage, 2, NEXT)
+    vault = make_vault(tmp_path, storage, told, budget=10**8, retries=8)
+    rank_of(vault, storage, told).stage(event(1), LAYERS, nbytes=segment._CHUNK_BYTES)
+    assert storage.waiting.wait(5.0)
+    vault.began(NEXT, set())
+    storage.gate.set()
+    rank_of(vault, storage, told, token=NEXT).stage(event(2, attempt=2), LAYERS)
+    assert vault.drain(0, 5.0)
+    assert (event(2, attempt=2), 0) in told.recorded
+    die(vault)
 
 
 # ------------------------------------------------------------------------------------------------- the end

@@ -120,3 +120,18 @@ def test_the_last_rank_of_a_node_does_not_wait_for_ranks_of_which_it_has_copies(
     pair.settle_copies()
     pair.peer.end(1)
     assert pair.peer.is_over
+
+
+def test_a_vault_that_comes_back_still_knows_whose_segments_it_has(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    there = rank_of(pair.peer, pair.storage, pair.told, rank=1)
+    there.stage(memory_event(3), LAYERS)
+    pair.rank.stage(memory_event(3), LAYERS)
+    pair.settle_copies()
+    die(pair.peer)
+    again = make_vault(tmp_path, pair.storage, pair.told, node="n1")
+    again.end(0)
+    assert not again.is_over, "rank 1 of this node has not ended"
+    again.end(1)
+    assert again.is_over
+    die(pair.vault)
