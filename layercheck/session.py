@@ -108,9 +108,8 @@ class Session:
         rng: RngPolicy = "keyed",
         tier: MemoryTier | None = None,
     ) -> None:
-        self._zero3, self._tier = zero3, tier
-        self._storage, self._run_folder = storage, run_folder
-        self._config, self._coordinator = config, coordinator
+        self._zero3, self._tier, self._config = zero3, tier, config
+        self._storage, self._run_folder, self._coordinator = storage, run_folder, coordinator
         self._submission = submission
         self._rng: RngPolicy = rng
         self._recovered_rng: RngState | None = None
@@ -182,7 +181,8 @@ class Session:
         plan_s = time.monotonic() - started
         grant, receipt = restore(zero3, storage, client, grant, plan_s, self._bases, tier)
         if self._rng == "captured" and grant.plan is not None:
-            said, self._recovered_rng = random_state.find(self._zero3, self._storage, grant.plan)
+            place = tier.reader(storage) if tier is not None else storage
+            said, self._recovered_rng = random_state.find(zero3, place, grant.plan)
             receipt = receipt.model_copy(update={"rng": said})
         return grant, receipt
 

@@ -250,8 +250,7 @@ class Vault:
             kept = self._kept.setdefault(event.shard_file(rank), Kept(event, rank, path, nbytes, ""))
             if held is not None and kept.held is None:
                 kept.held, kept.token, kept.is_copy = held, held.token, held.home != self._node
-            if not kept.is_copy:
-                self._ranks.add(rank)
+                self._ranks |= set() if kept.is_copy else {rank}
         for kept in sorted(self._kept.values(), key=lambda kept: _order(kept.event)):
             if kept.held is not None:
                 self._queue(kept, kept.held)
