@@ -4,8 +4,8 @@
 
 A tiny model trains on a private Ray head. Each kill hits a worker (SIGKILL or SIGSTOP), all workers, the
 coordinator, a vault, the driver or the whole head, at a random moment, at times in the middle of the recovery
-from the kill before. Ray restarts what it can; a driver that is gone is submitted again. After each recovery the
-judge (`campaign_checks.py`) compares ages, versions and bytes with what the ranks noted themselves. Exit
+from the kill before. Ray restarts what it can; a driver that is gone is submitted again. After each recovery
+the judge (`campaign_checks.py`) compares ages, versions and bytes with what the ranks noted themselves. Exit
 code 0: every kill was recovered from, nothing was lost or wrong, nothing hung.
 """
 

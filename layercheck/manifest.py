@@ -75,8 +75,8 @@ class DriftReport:
         return not self.errors and all(map(isfinite, self.delta.values()))
 
 
-MEMORY_PART = 99
-"""Part number of events that are kept in the memory of the nodes alone."""
+MEMORY_PART = 9999
+"""Part number of events that are kept in the memory of the nodes alone; no last save has so many parts."""
 
 
 class EventId(Record):

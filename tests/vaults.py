@@ -74,7 +74,7 @@ def make_vault(
 def die(vault: Vault) -> None:
     """As after a SIGKILL: the lock is free, nothing was put away."""
     vault._stop()
-    vault._leave()
+    vault._ownership.release()
 
 
 def memory_event(step: int, attempt: int = 1) -> EventId:

@@ -31,8 +31,28 @@ def folder_of(run: str, node: str, place: str = PLACE) -> str:
     return os.path.join(place, f"layercheck-{run}-{blake2b(node.encode(), digest_size=6).hexdigest()}")
 
 
-def take(folder: str, limit_s: float = _LOCK_S) -> int:
-    """Makes the folder this process's own; returns the lock, to be closed by the owner.
+class Ownership:
+    """The lock of a folder, held until `release` or the end of this process."""
+
+    def __init__(self, lock: int) -> None:
+        self._lock: int | None = lock
+        # A forked child (a reader of data) that outlives this process must not keep the lock.
+        os.register_at_fork(after_in_child=self.release)
+
+    @property
+    def is_over(self) -> bool:
+        """It was released."""
+        return self._lock is None
+
+    def release(self) -> None:
+        """Gives the folder up."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def take(folder: str, limit_s: float = _LOCK_S) -> Ownership:
+    """Makes the folder this process's own.
 
     A predecessor that was just killed may take a moment to be gone.
 
@@ -45,7 +65,7 @@ def take(folder: str, limit_s: float = _LOCK_S) -> int:
         if time.monotonic() > deadline:
             raise VaultError(f"{folder} belongs to another vault that lives: two vaults of one node?")
         time.sleep(0.05)
-    return lock
+    return Ownership(lock)
 
 
 def sweep(place: str = PLACE, *, run: str | None = None, older_than_s: float = 0.0) -> list[str]:

@@ -84,16 +84,16 @@ class MemoryTier:
         self._vaults = vaults
         self._rank, self._world_size, self._settle_s = rank, world_size, settle_s
         self._token = ""
+        self._nodes: frozenset[str] = frozenset()
         self._held: tuple[Held, ...] = ()
 
     def settle(self, token: str) -> tuple[Held, ...]:
         """What all vaults hold for the attempt that this token will begin; the same on every rank."""
         self._token = token
         mine = list(self._ask(self._vaults.node, self._vaults.own))
-        nodes = set(gather(self._vaults.node))
-        if self._rank == 0:
-            for node, vault in self._vaults.others().items():
-                mine += self._ask(node, vault) if node not in nodes else ()
+        self._nodes = frozenset(gather(self._vaults.node))
+        for node, vault in self._without_ranks():
+            mine += self._ask(node, vault)
         told = {(held.node, held.file): held for held in (one for told in gather(mine) for one in told)}
         self._held = tuple(told.values())
         return self._held
@@ -140,11 +140,22 @@ class MemoryTier:
     def close(self, completed: bool) -> None:
         """The session ends; of a run that is complete nothing stays in memory."""
         if completed:
-            try:
-                self._vaults.own.end(self._rank)
-            except VaultError as error:
-                log.warning("%s", error)
+            self._end(self._vaults.own, self._rank)
+            for _, vault in self._without_ranks():
+                self._end(vault, None)
         self._vaults.close()
+
+    def _without_ranks(self) -> list[tuple[str, VaultCalls]]:
+        """Vaults of nodes that no rank speaks for; rank 0 does."""
+        if self._rank > 0:
+            return []
+        return [(node, vault) for node, vault in self._vaults.others().items() if node not in self._nodes]
+
+    def _end(self, vault: VaultCalls, rank: int | None) -> None:
+        try:
+            vault.end(rank)
+        except VaultError as error:
+            log.warning("%s", error)  # it ends itself, or its node is gone
 
     def _ask(self, node: str, vault: VaultCalls) -> tuple[Held, ...]:
         try:

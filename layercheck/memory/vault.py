@@ -81,7 +81,7 @@ class Vault:
     ) -> None:
         self._run, self._node, self._place = run, node, place
         self.folder = folders.folder_of(run, node, place)
-        self._lock_fd: int | None = folders.take(self.folder)
+        self._ownership = folders.take(self.folder)
         self._lock = threading.RLock()
         self._kept: dict[str, Kept] = {}
         self._token = ""
@@ -189,20 +189,20 @@ class Vault:
         self._stop()
         with self._lock:
             self._drop(list(self._kept))
-            self._leave()
+            self._ownership.release()
         folders.sweep(self._place, run=self._run)
 
     def close(self) -> None:
         """This process ends, and what it holds stays."""
         self._stop()
-        self._leave()
+        self._ownership.release()
 
     # ------------------------------------------------------------ readings
 
     @property
     def is_over(self) -> bool:
         """It has ended, or was closed."""
-        return self._lock_fd is None
+        return self._ownership.is_over
 
     @property
     def used_bytes(self) -> int:
@@ -315,11 +315,6 @@ class Vault:
         self._uploads.close(_LEAVE_S)
         if self._copies is not None:
             self._copies.close(_LEAVE_S)
-
-    def _leave(self) -> None:
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
 
 
 def open_vault(

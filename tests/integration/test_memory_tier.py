@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from layercheck.coordination import journal
-from layercheck.manifest import EventId
+from layercheck.manifest import MEMORY_PART, EventId
 from layercheck.memory import folders, segment
 from layercheck.memory.held import Held
 from layercheck.persistence.storage import open_storage
@@ -180,7 +180,9 @@ def test_i6_a_bad_byte_in_memory_costs_that_layer_an_older_copy_and_is_said(tmp_
     results = run_ranks(2, tmp_path, _resume, storage, EVERY)
     receipt = results[0]["receipt"]
     assert step == KILL_AT
-    assert {bad["file"] for bad in receipt["bad"]} == {EventId(step=step, attempt=1, part=99).shard_file(1)}
+    assert {bad["file"] for bad in receipt["bad"]} == {
+        EventId(step=step, attempt=1, part=MEMORY_PART).shard_file(1)
+    }
     assert (receipt["t_fail"], results[0]["first"]) == (KILL_AT, KILL_AT + 1)
     _assert_true(results, shadow)
 

@@ -232,7 +232,7 @@ def test_a_torn_segment_is_none(node: Node, cut: int) -> None:
     node.restart()
     assert node.vault.settle(NEXT, 1.0) == ()
     node.rank.stage(memory_event(4), LAYERS)
-    assert folders.segments(node.vault.folder) == ["step-00000004.a001.p99.r00000"], "its rank went on"
+    assert folders.segments(node.vault.folder) == ["step-00000004.a001.p9999.r00000"], "its rank went on"
 
 
 def test_no_flipped_bit_of_what_a_segment_says_of_itself_is_believed(node: Node) -> None:
@@ -331,6 +331,21 @@ def test_two_vaults_of_one_node_are_refused(tmp_path: Path) -> None:
     with pytest.raises(VaultError, match="another vault"):
         folders.take(node.vault.folder, limit_s=0.1)
     die(node.vault)
+
+
+def test_a_child_that_outlives_a_vault_does_not_keep_its_folder(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(told, 1)
+        os._exit(0)
+    try:
+        node.restart()  # refused after 20 s if the child held the lock
+        die(node.vault)
+    finally:
+        os.write(tell, b"x")
+        assert os.waitpid(child, 0)[1] == 0
 
 
 MOVES = st.lists(
