@@ -60,7 +60,7 @@ class MemoryConfig(BaseModel):
 
     enabled: bool = False
     """Events pass through the memory of the node, and a vault writes them to the storage."""
-    k_ratio: float = Field(0.05, ge=0, lt=1)
+    k_ratio: float = Field(0.03, ge=0, lt=1)
     """A layer is copied to memory alone when it moved by this part of K since its newest copy there; 0: all
     layers at every step, which waits for the copies of the step before. After the warm-up."""
     budget_gb: float | None = Field(None, gt=0)

@@ -20,7 +20,10 @@ NAMES = ("a", "b", "c", "d")
 
 def config(**memory: object) -> LayerCheckConfig:
     return LayerCheckConfig(
-        warmup_steps=10, warmup_full_every=5, max_event_share=0.5, memory={"enabled": True, **memory}
+        warmup_steps=10,
+        warmup_full_every=5,
+        max_event_share=0.5,
+        memory={"enabled": True, "k_ratio": 0.05, **memory},
     )
 
 
@@ -119,3 +122,21 @@ def test_settings_that_cannot_be_are_refused_by_name(memory: dict[str, float]) -
 
 def test_off_is_the_default() -> None:
     assert not LayerCheckConfig().memory.enabled
+
+
+@pytest.mark.parametrize("numel", [[30, *[6] * 12, 1], [25, *[20] * 3, 1], [10] * 28])
+def test_at_the_default_ratio_a_dead_worker_costs_less_than_five_steps(numel: list[int]) -> None:
+    """K in 100 steps, as by default; layers that move at 0.7 to 1.3 times that rate."""
+    settings = LayerCheckConfig(memory={"enabled": True})
+    names = [str(number) for number in range(len(numel))]
+    layers = tuple(LayerFacts(name, "block", n, 0.0, 0, 0) for name, n in zip(names, numel, strict=True))
+    rates = {name: 0.01 * (0.7 + 0.6 * (number % 5) / 4) for number, name in enumerate(names)}
+    books = Staged(dict.fromkeys(names, 0.0), dict.fromkeys(names, 200))
+    lost = []
+    for step in range(201, 501):
+        books.observe(DriftReport(step, rates, 1.0))
+        found = copies(replace(facts(step), layers=layers), books, PersistDecision(step), settings, 0.0)
+        books.take(step, [write.layer for write in found.writes])
+        ages = [n * (step - books.step[name]) for name, n in zip(names, numel, strict=True)]
+        lost.append(sum(ages) / sum(numel))
+    assert max(lost[50:]) <= 5.0, f"mean {sum(lost) / len(lost):.2f}, max {max(lost[50:]):.2f}"
