@@ -31,7 +31,7 @@ from layercheck.memory.tier import MemoryTier, open_tier
 from layercheck.overlap import overlap_of
 from layercheck.persistence.bases import BaseCopies
 from layercheck.persistence.shard_file import RngState
-from layercheck.persistence.storage import Storage, open_run_folder, open_storage
+from layercheck.persistence.storage import Readable, Storage, open_run_folder, open_storage
 from layercheck.receipt import Receipt, ResumePoint
 from layercheck.recovery import rng as random_state
 from layercheck.recovery.begin import Submission, begin
@@ -181,7 +181,7 @@ class Session:
         plan_s = time.monotonic() - started
         grant, receipt = restore(zero3, storage, client, grant, plan_s, self._bases, tier)
         if self._rng == "captured" and grant.plan is not None:
-            place = tier.reader(storage) if tier is not None else storage
+            place: Readable = tier.reader(storage) if tier is not None else storage
             said, self._recovered_rng = random_state.find(zero3, place, grant.plan)
             receipt = receipt.model_copy(update={"rng": said})
         return grant, receipt
