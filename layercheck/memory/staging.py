@@ -14,8 +14,10 @@ from layercheck.manifest import EventId, ShardRecord, TrainerState
 from layercheck.memory import segment
 from layercheck.memory.held import Held
 from layercheck.memory.protocol import VaultCalls
+from layercheck.memory.uploads import checked_bytes
 from layercheck.persistence.hashed import HashedBytes
-from layercheck.persistence.sink import FileSink, Listener
+from layercheck.persistence.sink import Listener
+from layercheck.persistence.storage import Storage
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class MemorySink:
     """
 
     def __init__(
-        self, vault: VaultCalls, storage: FileSink, coordinator: Listener, about: About, wait_s: float
+        self, vault: VaultCalls, storage: Storage, coordinator: Listener, about: About, wait_s: float
     ) -> None:
         self._vault, self._storage, self._coordinator = vault, storage, coordinator
         self._about, self._wait_s = about, wait_s
@@ -89,8 +91,14 @@ class MemorySink:
             trainer_state=trainer_state,
         )
         segment.seal(place, held)
-        # A vault that does not hear of it finds the segment when it looks again.
-        self._vault.sealed(held.file)
+        try:
+            self._vault.sealed(held.file)
+        except VaultError as error:
+            # One that comes back finds the segment; until then the storage must not wait for it.
+            self._alert(error)
+            if not event.in_memory:
+                self._storage.write(held.file, checked_bytes(held, place))
+                self._coordinator.record(event, rank, records, trainer_state)
         del self._open[event]
 
     def lost(self, event: EventId, rank: int, reason: str) -> None:

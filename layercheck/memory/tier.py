@@ -21,7 +21,7 @@ from layercheck.memory.protocol import VaultCalls, Vaults
 from layercheck.memory.reader import TIERS, Copy, MemoryFirst, OwnCopy, PeerCopy, Tier
 from layercheck.memory.staging import About, MemorySink
 from layercheck.memory.vault import open_vault
-from layercheck.persistence.sink import FileSink, Listener
+from layercheck.persistence.sink import Listener
 from layercheck.persistence.storage import Readable, Storage
 from layercheck.recovery.collectives import gather
 
@@ -132,7 +132,7 @@ class MemoryTier:
             except VaultError as error:
                 log.warning("%s", error)  # what it keeps beyond that no later attempt was told of
 
-    def sink(self, storage: FileSink, coordinator: Listener, wait_s: float) -> MemorySink:
+    def sink(self, storage: Storage, coordinator: Listener, wait_s: float) -> MemorySink:
         """What this rank's writer gets in place of both."""
         about = About(self._vaults.run, self._vaults.node, self._rank, self._world_size, self._token)
         return MemorySink(self._vaults.own, storage, coordinator, about, wait_s)

@@ -149,11 +149,7 @@ class Uploads:
 
     def _write(self, upload: Upload) -> list[ShardRecord]:
         started, held = time.monotonic(), upload.held
-        begin = min(row.begin for row in held.records)
-        header = b"".join(segment.chunks(upload.path, 0, begin))
-        shard = ShardLayout(header, {row.layer: (row.begin, row.end) for row in held.records}, held.nbytes)
-        content = HashedBytes(shard, segment.chunks(upload.path, begin, held.nbytes))
-        self._storage.write(held.file, _checked(content, held))
+        self._storage.write(held.file, checked_bytes(held, upload.path))
         write_s = time.monotonic() - started
         return [row.model_copy(update={"write_s": write_s}) for row in held.records]
 
@@ -163,8 +159,17 @@ def _is_gone(path: str) -> bool:
     return not os.path.exists(path)
 
 
-def _checked(content: HashedBytes, held: Held) -> Iterator[bytes | memoryview]:
-    """The bytes; raises at their end, before they have their name, if they are not those that were sealed."""
+def checked_bytes(held: Held, path: str) -> Iterator[bytes | memoryview]:
+    """The shard file in a segment.
+
+    Raises:
+        DamagedShardError: at its end, before a storage has given it its name: it is not what was sealed.
+        VaultError: the segment is gone.
+    """
+    begin = min(row.begin for row in held.records)
+    header = b"".join(segment.chunks(path, 0, begin))
+    shard = ShardLayout(header, {row.layer: (row.begin, row.end) for row in held.records}, held.nbytes)
+    content = HashedBytes(shard, segment.chunks(path, begin, held.nbytes))
     yield from content
     wrong = [row.layer for row in held.records if content.digests[row.layer] != row.xxh3_128]
     if wrong:

@@ -29,6 +29,10 @@ from tests.vaults import (
 LAYERS = ("a", "b", "c")
 
 
+def event(step: int, attempt: int = 1) -> EventId:
+    return EventId(step=step, attempt=attempt)
+
+
 class Node:
     """A vault with a store and whoever is told."""
 
@@ -54,10 +58,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path)
     yield made
     die(made.vault)
-
-
-def event(step: int, attempt: int = 1) -> EventId:
-    return EventId(step=step, attempt=attempt)
 
 
 def whole(step: int, layers: tuple[str, ...] = LAYERS) -> bytes:
@@ -97,6 +97,20 @@ def test_a_rank_that_dies_after_the_seal_and_before_the_word_is_heard_all_the_sa
     assert held.nbytes == nbytes
     assert node.storage.read(event(3).shard_file(0)) == whole(3)
     assert list(node.told.recorded) == [(event(3), 0)]
+
+
+@pytest.mark.parametrize("made", [event(3), memory_event(3)])
+def test_a_vault_that_is_gone_after_the_seal_is_not_waited_for(node: Node, made: EventId) -> None:
+    def gone(file: str) -> None:
+        raise VaultError("the vault of node n0 is gone")
+
+    node.vault.sealed = gone  # type: ignore[method-assign]
+    node.rank.stage(made, LAYERS)
+    assert len(node.rank.sink.take_alerts()) == 1
+    assert (node.storage.size(made.shard_file(0)) is None) == made.in_memory
+    assert list(node.told.recorded) == ([] if made.in_memory else [(made, 0)])
+    node.restart()
+    assert node.vault.files == {made.shard_file(0)}
 
 
 def test_a_vault_that_dies_is_followed_by_one_that_writes_what_it_had_sealed(tmp_path: Path) -> None:
