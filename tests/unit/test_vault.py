@@ -265,8 +265,8 @@ def test_no_flipped_bit_of_what_a_segment_says_of_itself_is_believed(node: Node)
 def test_a_foreign_file_is_removed_and_one_of_another_run_is_not_ours(node: Node) -> None:
     Path(node.vault.folder, "something").write_bytes(b"x" * 5000)
     node.rank.sink._about = type(node.rank.sink._about)("another", "n0", 0, 1, TOKEN)
-    with pytest.raises(VaultError, match="torn"):
-        node.rank.stage(memory_event(3), LAYERS)
+    node.rank.stage(memory_event(3), LAYERS)
+    assert "torn" in node.rank.sink.take_alerts()[0]
     assert node.vault.settle(NEXT, 1.0) == ()
     assert "something" not in os.listdir(node.vault.folder)
 
