@@ -78,4 +78,4 @@ def _layers(receipt: dict[str, Any]) -> str:
         for layer in receipt.get("layers") or ()
     ]
     title = f"Versions that attempt {receipt.get('attempt')} loaded"
-    return html_table(title, header, rows, text=(9, 10))
+    return html_table(title, header, rows, text=(7, 9, 10))
