@@ -14,13 +14,18 @@ from app.step import Job
 from layercheck.coordination import journal
 from layercheck.coordination.plan import is_fresh
 from layercheck.coordination.protocol import CoordinatorClient
+from layercheck.memory.protocol import Vaults
 from layercheck.model_facts import tokenizer_files
 from layercheck.persistence.storage import Storage, open_run_folder, open_storage
 from layercheck.zero3 import Zero3Engine
 
 
 def open_session(
-    job: Job, coordinator: CoordinatorClient | None, submission: str | None, takeover: bool
+    job: Job,
+    coordinator: CoordinatorClient | None,
+    submission: str | None,
+    takeover: bool,
+    vaults: Vaults | None = None,
 ) -> MethodSession:
     """The session of `checkpoint.method`. A collective.
 
@@ -29,6 +34,7 @@ def open_session(
         coordinator: of LayerCheck alone; None runs it inside rank 0.
         submission: the same for all restarts of one submission.
         takeover: LayerCheck alone: fence off another submission.
+        vaults: LayerCheck alone: those of its memory tier.
     """
     config = job.config
     method = config.checkpoint.method
@@ -44,6 +50,7 @@ def open_session(
             submission=submission,
             takeover=takeover,
             run_info={"config": config.resolved(), "tokenizer_files": tokenizer_files(job.dataset.tokenizer)},
+            vaults=vaults,
         )
     settings, zero3 = config.checkpoint.settings, Zero3Engine(job.engine)
     place = RunPlace(

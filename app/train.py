@@ -35,6 +35,7 @@ from cluster.faults import FaultPlan
 from cluster.guard import GroupGuard, ray_train_limits
 from cluster.locks import prepare_extensions
 from cluster.preemption import Drains, WatchingTorchConfig, driver_signals
+from cluster.vault import RayVaults
 from cluster.witness import Witness
 from layercheck.errors import ConfigError, LayerCheckError, PreemptedError
 
@@ -274,9 +275,12 @@ def worker(arguments: dict[str, Any]) -> dict[str, Any]:
     _prepare_process(config)
     from app.train_loop import train  # imports deepspeed, which must see the prepared extensions
 
-    coordinator, drains = None, Drains(config.checkpoint.settings.preemption_grace_s)
+    coordinator, vaults = None, None
+    drains = Drains(config.checkpoint.settings.preemption_grace_s)
     if config.checkpoint.method == "layercheck":
-        coordinator = connect(config.run.name, config.run.storage_root, config.checkpoint.settings)
+        place = (config.run.name, config.run.storage_root, config.checkpoint.settings)
+        coordinator = connect(*place)
+        vaults = RayVaults(*place) if config.checkpoint.settings.memory.enabled else None
     try:
         result = train(
             config,
@@ -285,6 +289,7 @@ def worker(arguments: dict[str, Any]) -> dict[str, Any]:
             coordinator=coordinator,
             submission=submission,
             takeover=arguments["takeover"],
+            vaults=vaults,
             reporter=ray.train.report,
             publisher=_hand_over,
             faults=_fault_plan(config),

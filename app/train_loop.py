@@ -25,6 +25,7 @@ from app.train_result import TrainResult
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.errors import FencedError, NoPlanError
 from layercheck.manifest import TrainerState
+from layercheck.memory.protocol import Vaults
 from layercheck.receipt import ResumePoint
 
 log = logging.getLogger("app")
@@ -82,6 +83,7 @@ def train(
     coordinator: CoordinatorClient | None = None,
     submission: str | None = None,
     takeover: bool = False,
+    vaults: Vaults | None = None,
     reporter: Reporter | None = None,
     publisher: Publisher | None = None,
     faults: Faults | None = None,
@@ -97,6 +99,7 @@ def train(
         coordinator: keeps the manifest; None runs it inside rank 0.
         submission: the same for all restarts of one submission.
         takeover: fence off another submission even if it is alive.
+        vaults: of the memory tier; None keeps them in the ranks, where the tier is on.
         reporter: called on all ranks at the same steps, every `report_every_s`; may be a barrier.
         publisher: takes the trained model, once, on all ranks; None leaves it in the store.
         faults: failures to inject.
@@ -108,7 +111,7 @@ def train(
         attempt has taken the run over.
     """
     init_distributed(config)
-    job, session = _set_up(config, rank, world_size, coordinator, submission, takeover)
+    job, session = _set_up(config, rank, world_size, coordinator, submission, takeover, vaults)
     if witness is not None:
         witness.built(job.engine, job.for_recovery)
     try:
@@ -137,6 +140,7 @@ def _set_up(
     coordinator: CoordinatorClient | None,
     submission: str | None,
     takeover: bool,
+    vaults: Vaults | None,
 ) -> tuple[Job, MethodSession]:
     dataset = _open_data(config, rank)
     recovers = from_rank_0(lambda: _look_ahead(config, dataset, world_size), rank, config.data.wait_s)
@@ -148,7 +152,7 @@ def _set_up(
         order = Order(num_sequences, config.train.global_batch, config.run.seed)
     steps = config.train.total_steps(num_sequences)
     job = Job(config, rank, world_size, dataset, order, engine, steps, recovers)
-    return job, open_session(job, coordinator, submission, takeover)
+    return job, open_session(job, coordinator, submission, takeover, vaults)
 
 
 def _open_data(config: Config, rank: int) -> Dataset | Stream:

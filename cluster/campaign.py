@@ -3,9 +3,9 @@
     python -m cluster.campaign --kills 50 --seed 1 --json campaign.json
 
 A tiny model trains on a private Ray head. Each kill hits a worker (SIGKILL or SIGSTOP), all workers, the
-coordinator, the driver or the whole head, at a random moment, at times in the middle of the recovery from
-the kill before. Ray restarts what it can; a driver that is gone is submitted again. After each recovery the
-judge (`campaign_checks.py`) compares ages, versions and bytes with what the ranks noted themselves. Exit
+coordinator, a vault, the driver or the whole head, at a random moment, at times in the middle of the recovery
+from the kill before. Ray restarts what it can; a driver that is gone is submitted again. After each recovery
+the judge (`campaign_checks.py`) compares ages, versions and bytes with what the ranks noted themselves. Exit
 code 0: every kill was recovered from, nothing was lost or wrong, nothing hung.
 """
 
@@ -35,8 +35,9 @@ WEIGHTS = {
     "coordinator": 20,
     "driver": 15,
     "head": 10,
+    "vault": 20,
 }
-"""How often each part is hit, relative to the others."""
+"""How often each part is hit, relative to the others; vaults are there with the memory tier alone."""
 
 RECOVERY_LIMIT_S = 240.0
 """A run that has made no new step for so long after a kill counts as a hang."""
@@ -68,12 +69,19 @@ class Campaign:
         kills: how many are delivered.
         seed: of the parts and the moments. Where a kill then finds the run is up to the machine.
         recovery_limit_s: see `RECOVERY_LIMIT_S`.
+        has_vaults: the run has a memory tier.
     """
 
     def __init__(
-        self, run: CampaignRun, kills: int, seed: int, recovery_limit_s: float = RECOVERY_LIMIT_S
+        self,
+        run: CampaignRun,
+        kills: int,
+        seed: int,
+        recovery_limit_s: float = RECOVERY_LIMIT_S,
+        has_vaults: bool = False,
     ) -> None:
         self._run, self._kills = run, kills
+        self._weights = {part: w for part, w in WEIGHTS.items() if part != "vault" or has_vaults}
         self._rng = random.Random(seed)
         self._limit_s = recovery_limit_s
         self._judge = Judge(run.store, run.witness)
@@ -102,7 +110,7 @@ class Campaign:
     # ------------------------------------------------------------------ one kill
 
     def _kill(self) -> None:
-        parts, weights = list(WEIGHTS), list(WEIGHTS.values())
+        parts, weights = list(self._weights), list(self._weights.values())
         deadline = time.monotonic() + self._limit_s
         while time.monotonic() < deadline:
             self._run.start()
@@ -155,8 +163,9 @@ class Campaign:
             t_fail = life.plan["t_fail"] if life.plan else 0
             if life.rank == 0 and life.attempt > death.attempt and life.steps and life.steps[-1][0] > t_fail:
                 return True
-        # A coordinator comes back without a new attempt: the run has to get on, and to be heard of again.
-        return death.part == "coordinator" and self._journaled_step(death.attempt) > death.step + 1
+        # These come back without a new attempt: the run has to get on, and to be heard of again.
+        is_actor = death.part in ("coordinator", "vault")
+        return is_actor and self._journaled_step(death.attempt) > death.step + 1
 
     def _journaled_step(self, attempt: int) -> int:
         path = self._run.store / "attempts" / f"a{attempt:03d}.progress.json"
@@ -220,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     run = CampaignRun(folder, tuple(args.set))
     try:
         prepare_extensions(folder / "storage" / "campaign")
-        result = Campaign(run, args.kills, args.seed, args.recovery_limit_s).go()
+        result = Campaign(run, args.kills, args.seed, args.recovery_limit_s, _has_vaults(args.set)).go()
     except LayerCheckError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -256,6 +265,10 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     if args.folder and Path(args.folder).exists() and any(Path(args.folder).iterdir()):
         parser.error(f"--folder {args.folder} is not empty: what lies there would be judged as well")
     return args
+
+
+def _has_vaults(settings: list[str]) -> bool:
+    return any(item.replace(" ", "").endswith("memory.enabled=true") for item in settings)
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

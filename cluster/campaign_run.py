@@ -92,6 +92,11 @@ class CampaignRun(PrivateRun):
         pids = self.actors("CoordinatorActor")
         return f"process {pids[0]}" if pids and _send(pids[0], signal.SIGKILL) else None
 
+    def end_vault(self, rng: random.Random) -> str | None:
+        """SIGKILL of the actor that holds the snapshots of the node."""
+        pids = self.actors("VaultActor")
+        return f"process {pids[0]}" if pids and _send(pids[0], signal.SIGKILL) else None
+
     def end_driver(self, rng: random.Random) -> str | None:
         """SIGKILL of the driver; the job is to be submitted again."""
         return "submitted again" if self.end_submission() else None
@@ -113,6 +118,7 @@ PARTS: dict[str, Callable[[CampaignRun, random.Random], str | None]] = {
     "coordinator": CampaignRun.end_coordinator,
     "driver": CampaignRun.end_driver,
     "head": CampaignRun.end_head,
+    "vault": CampaignRun.end_vault,
 }
 
 

@@ -12,6 +12,7 @@ from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.protocol import AttemptGrant, HeartbeatReply
 from layercheck.errors import CoordinatorLostError, LayerCheckError
 from layercheck.manifest import BadShard, EventId, RunRecord, ShardRecord, TrainerState
+from layercheck.memory.held import Held
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
@@ -66,12 +67,18 @@ class ActorClient:
         return tuple(self._call("open_run", run, probe))
 
     def begin_attempt(  # noqa: D102
-        self, token: str, submission: str, world_size: int, mode: str, takeover: bool = False
+        self,
+        token: str,
+        submission: str,
+        world_size: int,
+        mode: str,
+        takeover: bool = False,
+        held: tuple[Held, ...] = (),
     ) -> AttemptGrant:
         # The coordinator may watch another submission for takeover_s; a second try beside the first would
         # only watch twice, so one try gets the whole time.
         limit_s = self._config.takeover_s + _BEGIN_MARGIN_S
-        args = (self._config, token, submission, world_size, mode, takeover)
+        args = (self._config, token, submission, world_size, mode, takeover, held)
         grant: AttemptGrant = self._retry("begin_attempt", args, limit_s)
         return grant
 

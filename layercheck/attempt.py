@@ -12,10 +12,13 @@ import psutil
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination.link import HeartbeatLink
 from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient, HeartbeatReply
+from layercheck.decision import PersistDecision
 from layercheck.end_signals import EndSignals, listen
 from layercheck.errors import LayerCheckError
 from layercheck.layers import LayerStep
 from layercheck.manifest import DriftReport, TrainerState
+from layercheck.memory.staging import MemorySink
+from layercheck.memory.tier import MemoryTier
 from layercheck.overlap import Overlap
 from layercheck.persistence.bases import BaseCopies
 from layercheck.persistence.quantise import Code
@@ -25,6 +28,7 @@ from layercheck.persistence.writer import ShardWriter
 from layercheck.receipt import Receipt
 from layercheck.step_report import StepReport
 from layercheck.tracking.ledger import REASON_WINDOW, Ledger, LedgerEvents
+from layercheck.tracking.memory import Staged, copies
 from layercheck.tracking.notices import LOST_SLOTS, RankNotices
 from layercheck.tracking.run_log import RunLog
 from layercheck.tracking.warmup import told_at_the_end
@@ -33,6 +37,7 @@ from layercheck.zero3 import Zero3Engine
 log = logging.getLogger(__name__)
 LATER_STEPS = 20
 _LEAST_GRACE_S = 1.0
+_STAGED_S = 5.0
 
 
 @dataclass(slots=True)
@@ -54,6 +59,7 @@ class Attempt:
         step_s: seconds between that and the next call; `stall_s` the stall in the call before.
         alerts: what the next `StepReport` tells a person; see `alert`, `take_alerts`.
         signals: what announces the end of this process; `signal_grace_s` after that it comes.
+        sink, staged: of the memory tier, None without one.
         ends_at: when the end comes by other word, monotonic seconds; see `grace_s`.
         preempted: the last save is over.
         costs: on rank 0, figures of the newest step; `stall_s` is the sum over this attempt's steps.
@@ -68,6 +74,8 @@ class Attempt:
     receipt: Receipt | None
     signals: EndSignals
     signal_grace_s: float
+    sink: MemorySink | None = None
+    staged: Staged | None = None
     ends_at: float = inf
     preempted: bool = False
     step: int = 0
@@ -99,7 +107,8 @@ class Attempt:
         for text in told:
             log.error("%s", text)
         own, self.alerts = self.alerts, []
-        return (*own, *self.writer.take_alerts(), *told)
+        of_memory = self.sink.take_alerts() if self.sink is not None else []
+        return (*own, *self.writer.take_alerts(), *of_memory, *told)
 
     def observe(self, report: DriftReport) -> LedgerEvents:
         """Takes in one clean report; on rank 0 also into the tables."""
@@ -109,9 +118,36 @@ class Attempt:
             log.warning("%s", told)
         self.complete = self.unreported.pop(report.step, self.complete)
         self.backlog, self.told_grace_s = report.backlog, report.grace_s
+        if self.staged is not None:
+            self.staged.observe(report)
         if self.run_log is not None:
             self.run_log.observed(report, self.ledger)
         return events
+
+    def for_memory(self, chosen: PersistDecision, config: LayerCheckConfig) -> PersistDecision:
+        """What is copied to memory alone after a step; nothing without a memory tier."""
+        if self.staged is None:
+            return PersistDecision(chosen.step)
+        self.staged.take(chosen.step, [write.layer for write in chosen.versions])
+        facts = self.ledger.facts(chosen.step, self.ledger.lr)
+        found = copies(facts, self.staged, chosen, config, self.backlog)
+        self.staged.take(found.step, [write.layer for write in found.writes])
+        return found
+
+    def report(self, decision: PersistDecision, nbytes: int, started: float, tracked: float) -> StepReport:
+        """What the step cost: it began to be tracked at `started`, and to be saved at `tracked`."""
+        return StepReport(
+            step=self.step,
+            stall_s=time.monotonic() - tracked + self.taker.take_stall_s(),
+            tracking_s=tracked - started,
+            layers_written=len(decision.versions),
+            bytes_written=nbytes,
+            max_age=self.ledger.max_age(self.step),
+            weighted_age=self.ledger.weighted_age(self.step),
+            still_layers=self.ledger.still.layers,
+            preempted=self.preempted,
+            alerts=self.take_alerts(),
+        )
 
     def note(self, step: StepReport) -> None:
         """Keeps what a step cost and how fresh the store is: the next heartbeat takes it to the metrics."""
@@ -163,6 +199,13 @@ class Attempt:
         """A wait of at most `limit_s` that a last save must not draw out beyond its grace."""
         return min(limit_s, self.grace_s) if self.preempted else limit_s
 
+    def finish_writing(self, limit_s: float, how: str) -> None:
+        """Waits until what was taken is durable; after a failure that is left to the vault."""
+        if not self.writer.close(limit_s):
+            log.error("%d bytes were not durable %g s after the end", self.writer.backlog_bytes, limit_s)
+        if self.sink is not None and how in ("completed", "preempted") and not self.sink.drain(limit_s):
+            log.error("the vault had not written everything %g s after the end", limit_s)
+
     def complete_receipt(self, step: int, state: TrainerState) -> None:
         """Adds to the receipt what only the steps after a recovery show, once each (rank 0)."""
         if self.receipt is None or self.link is None:
@@ -185,7 +228,12 @@ class Attempt:
             log.error("the end of attempt %d could not be noted: %s", self.number, error)
 
     def notices(self) -> RankNotices:
-        """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last."""
+        """This rank's slots of the next all-reduce; on rank 0 with what the coordinator said last.
+
+        Who wants a copy of every step waits here for that of the step before, which has had a step's time.
+        """
+        if self.staged is not None and self.ledger.lag == 0 and self.ledger.config.memory.k_ratio == 0:
+            self.writer.drain(_STAGED_S)
         own = RankNotices(
             self.writer.backlog_bytes, step_s=self.step_s, stall_s=self.stall_s, grace_s=self.grace_s
         )
@@ -233,12 +281,14 @@ def start_attempt(
     receipt: Receipt | None,
     overlap: Overlap,
     bases: BaseCopies | None,
+    tier: MemoryTier | None = None,
 ) -> Attempt:
     """Starts the threads and books of an attempt that was granted and, if it has a plan, restored."""
     pool = StagingPool(config.staging_bytes or _staging_bytes(zero3), pin=zero3.on_accelerator)
+    sink = tier.sink(storage, coordinator, config.storage_wait_s) if tier is not None else None
     writer = ShardWriter(
-        storage,
-        coordinator,
+        sink or storage,
+        sink or coordinator,
         zero3.rank,
         zero3.world_size,
         retries=config.write_retries,
@@ -264,6 +314,8 @@ def start_attempt(
         receipt=receipt,
         signals=listen(config.preemption_signals),
         signal_grace_s=config.preemption_grace_s,
+        sink=sink,
+        staged=Staged.since(grant.r_b, zero3.layer_map, grant.plan) if sink is not None else None,
     )
 
 

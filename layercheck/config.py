@@ -58,6 +58,25 @@ class ResidualConfig(BaseModel):
         return self.enabled and not any(fnmatchcase(layer, pattern) for pattern in self.exclude)
 
 
+class MemoryConfig(BaseModel):
+    """Snapshots in shared memory, kept by a vault on each node: they outlive the worker."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = False
+    """Events pass through the memory of the node, and a vault writes them to the storage."""
+    k_ratio: float = Field(0.03, ge=0, lt=1)
+    """A layer is copied to memory alone when it moved by this part of K since its newest copy there; 0: all
+    layers at every step, which waits for the copies of the step before. After the warm-up."""
+    budget_gb: float | None = Field(None, gt=0)
+    """Most memory (10^9 bytes) that the vault of a node takes. Default: half of what is free in /dev/shm. Two
+    copies of the state of the node's ranks are enough for `k_ratio: 0`, several for more."""
+    replicas: int = Field(0, ge=0, le=1)
+    """Copies on other nodes: with 1 what is in memory survives the loss of a node."""
+    settle_s: float = Field(30, gt=0)
+    """Longest wait at a restart for the vaults to commit what the ranks before have handed over."""
+
+
 class LayerCheckConfig(BaseModel):
     """All settings of a session. Steps are optimizer steps, `_s` are seconds."""
 
@@ -67,6 +86,8 @@ class LayerCheckConfig(BaseModel):
     """How far a layer has moved."""
     residual: ResidualConfig = ResidualConfig()
     """Small saves between two versions of a layer."""
+    memory: MemoryConfig = MemoryConfig()
+    """Newest versions in the memory of the nodes as well."""
 
     target_interval: float = Field(100, gt=0)
     """Wanted mean persist interval in steps; K0 is calibrated for it at the end of the warm-up."""

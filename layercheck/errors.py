@@ -89,5 +89,9 @@ class DamagedShardError(StorageError):
     """A shard file is missing, short, or does not have the checksum that its commit names (I6)."""
 
 
+class VaultError(StorageError):
+    """The memory tier of a node cannot take, keep or give bytes: it is full, or its vault is gone."""
+
+
 class CoordinatorLostError(LayerCheckError):
     """The coordinator did not answer within the limit."""

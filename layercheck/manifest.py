@@ -17,7 +17,7 @@ from layercheck.layers import LayerMap, LayerStep
 from layercheck.lost import over_all
 
 FORMAT_VERSION = 1
-Reason = Literal["drift", "age", "full", "preemption", "residual"]
+Reason = Literal["drift", "age", "full", "preemption", "residual", "memory"]
 SaveKind = Literal["version", "residual"]
 ENDED_WELL = ("completed", "fenced", "preempted")  # ends of an attempt that are no failure
 TrainerState = dict[str, Any]
@@ -75,12 +75,21 @@ class DriftReport:
         return not self.errors and all(map(isfinite, self.delta.values()))
 
 
+MEMORY_PART = 9999
+"""Part number of events that are kept in the memory of the nodes alone; no last save has so many parts."""
+
+
 class EventId(Record):
     """One event: versions taken at one step by one attempt; `part` counts further events of the same step."""
 
     step: int = Field(ge=0)
     attempt: int = Field(ge=1)
     part: int = Field(0, ge=0)
+
+    @property
+    def in_memory(self) -> bool:
+        """True for an event that no storage ever sees."""
+        return self.part == MEMORY_PART
 
     @property
     def folder(self) -> str:
@@ -270,11 +279,16 @@ class ResidualPlan(Record):
     shards: tuple[ShardRecord, ...]
 
 
+class MemoryPlan(ResidualPlan):
+    """The newer version, in the memory of the nodes, that recovery will load instead of both."""
+
+
 class LayerPlan(Record):
     """The version of one layer that recovery will load. `lost` is lost steps, `age` is t_fail - step.
 
     With a residual the weights are those of its step, and `lost` counts from there; the moments stay those of
-    the version, whose age is `age`.
+    the version, whose age is `age`. With a version in memory `age` and `lost` are of that one; the others say
+    what the storage has, from which the next versions and the age bound (I1) count.
     """
 
     layer: str
@@ -292,10 +306,21 @@ class LayerPlan(Record):
     trainable: bool = True
     """A frozen layer never moves: its age is true but says nothing, so no figure of the plan counts it."""
     residual: ResidualPlan | None = None
+    memory: MemoryPlan | None = None
+
+    @property
+    def loaded(self) -> Self:
+        """The same with what will really be loaded in place of what the storage has."""
+        if self.memory is None:
+            return self
+        newer = {name: getattr(self.memory, name) for name in ("step", "attempt", "shards")}
+        return self.model_copy(update=newer | {"residual": None, "memory": None})
 
     @property
     def all_shards(self) -> tuple[ShardRecord, ...]:
-        """Those of the version, then those of the residual."""
+        """Those of the version, then those of the residual; or those in memory."""
+        if self.memory is not None:
+            return self.memory.shards
         return self.shards + (self.residual.shards if self.residual else ())
 
     @property
@@ -310,7 +335,7 @@ class LayerPlan(Record):
 
 
 PlanMode = Literal["composite", "uniform", "strict", "warmup_rollback"]
-FailSource = Literal["live", "journal", "commit"]
+FailSource = Literal["live", "journal", "commit", "memory"]
 
 
 class RecoveryPlan(Record):
@@ -318,7 +343,7 @@ class RecoveryPlan(Record):
 
     Attributes:
         t_fail: last step known to be complete before the failure.
-        t_fail_source: a living coordinator, the journal (progress file, attempt record), or a commit.
+        t_fail_source: a living coordinator, the journal (progress file, attempt record), a commit, or memory.
         resume_step: first step to run; t_fail + 1 except in the modes that roll back.
         drift: layer -> carried D_l; infinity marks a layer whose selected event never became live.
         trainer_state: the state that belongs to step resume_step - 1.

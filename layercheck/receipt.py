@@ -30,7 +30,8 @@ class Receipt(Record):
     nbytes: int
     layers: tuple[dict[str, Any], ...]
     """Per layer: name, step, attempt, age (of its moments), residual (step of its weights where they are
-    newer, else None), lost, lost_drift, reason, nbytes, fallback."""
+    newer, else None), lost, lost_drift, reason, nbytes, fallback; with a memory tier also source (memory,
+    peer or storage: the farthest that any rank read from)."""
     bad: tuple[BadShard, ...] = ()
     detect_s: float | None = None
     reschedule_s: float | None = None

@@ -25,11 +25,13 @@ from layercheck.errors import (
 )
 from layercheck.exchange import Exchange
 from layercheck.last_save import everything, save_before_end
-from layercheck.manifest import EventId, TrainerState
+from layercheck.manifest import MEMORY_PART, EventId, TrainerState
+from layercheck.memory.protocol import Vaults
+from layercheck.memory.tier import MemoryTier, open_tier
 from layercheck.overlap import overlap_of
 from layercheck.persistence.bases import BaseCopies
 from layercheck.persistence.shard_file import RngState
-from layercheck.persistence.storage import Storage, open_run_folder, open_storage
+from layercheck.persistence.storage import Readable, Storage, open_run_folder, open_storage
 from layercheck.receipt import Receipt, ResumePoint
 from layercheck.recovery import rng as random_state
 from layercheck.recovery.begin import Submission, begin
@@ -60,6 +62,7 @@ def attach(
     run_info: dict[str, Any] | None = None,
     rng: RngPolicy = "keyed",
     store: Storage | None = None,
+    vaults: Vaults | None = None,
 ) -> "Session":
     """Binds a session to a DeepSpeed ZeRO-3 engine whose optimizer was given `layer_groups`.
 
@@ -75,6 +78,7 @@ def attach(
         rng: `captured` for a loop that draws from the global generators: each rank's states ride with the
             events and come back by `resume`; `keyed` for one whose draws are functions of the step.
         store: the run's `layercheck` folder if it is not to be opened from `storage`.
+        vaults: with `memory.enabled`, those of the nodes; None keeps one in each rank's process.
 
     Raises:
         ConfigError: a setting is unknown or out of range.
@@ -86,7 +90,8 @@ def attach(
     store = store or open_storage(storage, run)
     client = coordinator or in_process_client(store, settings, zero3.rank, zero3.world_size)
     who = Submission(run, submission or uuid.uuid4().hex, takeover, run_info or {})
-    return Session(zero3, store, open_run_folder(storage, run), settings, client, who, rng)
+    tier = open_tier((storage, run, zero3.rank, zero3.world_size), store, client, settings, vaults)
+    return Session(zero3, store, open_run_folder(storage, run), settings, client, who, rng, tier)
 
 
 class Session:
@@ -101,9 +106,10 @@ class Session:
         coordinator: CoordinatorClient,
         submission: Submission,
         rng: RngPolicy = "keyed",
+        tier: MemoryTier | None = None,
     ) -> None:
-        self._zero3, self._storage, self._run_folder = zero3, storage, run_folder
-        self._config, self._coordinator = config, coordinator
+        self._zero3, self._tier, self._config = zero3, tier, config
+        self._storage, self._run_folder, self._coordinator = storage, run_folder, coordinator
         self._submission, self._rng = submission, rng
         self._recovered_rng: RngState | None = None
         self._overlap = overlap_of(zero3)
@@ -127,8 +133,10 @@ class Session:
         try:
             grant, receipt = self._recover()
         except BaseException:
-            self._close_own_coordinator()
+            self._close_own()
             raise
+        if self._tier is not None:
+            self._tier.began(grant.plan)
         self.meter.lag = self._overlap.lag
         self._open = opened = start_attempt(
             self._zero3,
@@ -140,6 +148,7 @@ class Session:
             receipt,
             self._overlap,
             self._bases,
+            self._tier,
         )
         opened.ledger.still = StillLayers(max(LEAST_STEPS, self.meter.rotation))
         self.watchdog.start(grant.r_b)
@@ -164,15 +173,16 @@ class Session:
 
     def _recover(self) -> tuple[AttemptGrant, Receipt | None]:
         started = time.monotonic()
-        grant = begin(self._zero3, self._storage, self._coordinator, self._config, self._submission)
+        zero3, storage, client, tier = self._zero3, self._storage, self._coordinator, self._tier
+        grant = begin(zero3, storage, client, self._config, self._submission, tier)
         if grant.plan is None:
             return grant, None
         plan_s = time.monotonic() - started
-        grant, receipt = restore(
-            self._zero3, self._storage, self._coordinator, grant, plan_s, self._config.frozen, self._bases
-        )
+        frozen, bases = self._config.frozen, self._bases
+        grant, receipt = restore(zero3, storage, client, grant, plan_s, frozen, bases, tier)
         if self._rng == "captured" and grant.plan is not None:
-            said, self._recovered_rng = random_state.find(self._zero3, self._storage, grant.plan)
+            place: Readable = tier.reader(storage) if tier is not None else storage
+            said, self._recovered_rng = random_state.find(zero3, place, grant.plan)
             receipt = receipt.model_copy(update={"rng": said})
         return grant, receipt
 
@@ -221,22 +231,11 @@ class Session:
             decision = decide(opened.ledger.facts(step, opened.ledger.lr), self._config)
             tracked = time.monotonic()
             nbytes = self._save(opened, decision, state)
+            self._save(opened, opened.for_memory(decision, self._config), state, MEMORY_PART)
             self._announce(opened)
             if decision.must_wait:
                 self._wait_for_commits(opened, state)
-        stall_s = time.monotonic() - tracked + opened.taker.take_stall_s()
-        result = StepReport(
-            step=step,
-            stall_s=stall_s,
-            tracking_s=tracked - started,
-            layers_written=len(decision.versions),
-            bytes_written=nbytes,
-            max_age=opened.ledger.max_age(step),
-            weighted_age=opened.ledger.weighted_age(step),
-            still_layers=opened.ledger.still.layers,
-            preempted=opened.preempted,
-            alerts=opened.take_alerts(),
-        )
+        result = opened.report(decision, nbytes, started, tracked)
         if opened.run_log is not None:
             opened.run_log.step(result, state, decision, opened.ledger)
             opened.note(result)
@@ -276,7 +275,7 @@ class Session:
             # The writer reports this event as lost; its drift comes back by the notice (I9).
             opened.alert(f"event {event.folder} is lost: {error}")
             return 0
-        if snapshot.stream.streaming:
+        if snapshot.stream.streaming and part != MEMORY_PART:
             opened.alert(
                 f"event {event.folder} of {snapshot.staged_bytes} bytes on rank {self._zero3.rank} is larger "
                 f"than the staging memory: training waited {snapshot.stream.copy_s:.2f} s; raise "
@@ -380,17 +379,18 @@ class Session:
         opened.signals.restore()
         how = "preempted" if opened.preempted and how == "completed" else how
         limit_s = opened.limited_s(CLOSE_S)
-        if not opened.writer.close(limit_s):
-            log.error("%d bytes were not durable %g s after the end", opened.writer.backlog_bytes, limit_s)
+        opened.finish_writing(limit_s, how)
         opened.taker.close()
         if opened.run_log is not None:
             opened.run_log.close()
         if opened.link is not None:
             opened.link.close(limit_s)
             opened.say_ended(self._coordinator, how, reason)
-        self._close_own_coordinator()
+        self._close_own(how)
 
-    def _close_own_coordinator(self) -> None:
+    def _close_own(self, how: str = "failed") -> None:
+        if self._tier is not None:
+            self._tier.close(completed=how == "completed")
         if isinstance(self._coordinator, RankZeroClient):
             self._coordinator.close()
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from layercheck.persistence.hashed import HashedBytes
 from layercheck.persistence.shard_file import ShardAbout, ShardLayout, ShardTensor, SliceMeta, layout
 from layercheck.persistence.storage import LocalStorage
-from layercheck.persistence.writer import HashedBytes
 
 _BLOCK = 4 << 20
 

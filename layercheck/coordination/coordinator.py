@@ -13,7 +13,7 @@ from threading import RLock
 from typing import Any
 
 from layercheck.config import LayerCheckConfig
-from layercheck.coordination import journal, restarts, scrub_order
+from layercheck.coordination import in_memory, journal, restarts, scrub_order
 from layercheck.coordination.alerts import Alerts
 from layercheck.coordination.claims import Claim, Claimant, claim_next, is_ours, reclaim
 from layercheck.coordination.collector import Collector
@@ -39,12 +39,11 @@ from layercheck.manifest import (
     ShardRecord,
     TrainerState,
 )
+from layercheck.memory.held import Held
 from layercheck.persistence.storage import Storage
 
 _MODES = ("composite", "uniform", "strict")
 _MAX_CLAIMS = 20
-_FIRST_PAUSE_S = 0.2
-_LONGEST_PAUSE_S = 10.0
 
 
 class Coordinator:
@@ -77,6 +76,7 @@ class Coordinator:
         self._heart = Heart(storage, clock)
         self._collector = Collector(storage, config, clock)
         self._fenced = self._recovered = False
+        self._held: tuple[Held, ...] = ()
         self._failure_at: float | None = None
         self._outage: tuple[float | None, float | None] = (None, None)
         if storage.size(journal.RUN_FILE) is not None:
@@ -90,7 +90,13 @@ class Coordinator:
             return check_run(self._storage, run, probe)
 
     def begin_attempt(
-        self, token: str, submission: str, world_size: int, mode: str, takeover: bool = False
+        self,
+        token: str,
+        submission: str,
+        world_size: int,
+        mode: str,
+        takeover: bool = False,
+        held: tuple[Held, ...] = (),
     ) -> AttemptGrant:
         """See `CoordinatorClient.begin_attempt`.
 
@@ -104,6 +110,7 @@ class Coordinator:
         who = Claimant(token, submission, world_size, mode)
         for _ in range(_MAX_CLAIMS):
             with self._lock:
+                self._held = held
                 self._journal_heartbeat()
                 facts = self._read()
             newest = facts.newest
@@ -138,7 +145,8 @@ class Coordinator:
             newest = facts.newest
             if record is None or newest is None or newest.token != record.token:
                 raise FencedError(f"attempt {attempt} is fenced off by a newer one", attempt=attempt)
-            for shard in bad:
+            self._held, stored = in_memory.without(self._held, bad, facts)
+            for shard in stored:
                 journal.blacklist_shard(self._storage, shard)
             claim = reclaim(self._storage, self._read(), self._config, record.token, self._timer)
             if claim is None:
@@ -281,8 +289,8 @@ class Coordinator:
     # ------------------------------------------------------------ claims
 
     def _read(self) -> StoreFacts:
-        """The store, with the newest heartbeat if this coordinator heard it itself."""
-        facts = journal.load_facts(self._storage)
+        """The store and what the vaults hold, with the newest heartbeat if it was heard here."""
+        facts = replace(journal.load_facts(self._storage), held=self._held)
         newest, beat = facts.newest, self._heart.progress
         if newest is None or beat is None or newest.attempt != beat.attempt:
             return facts
@@ -342,21 +350,13 @@ class Coordinator:
                 return False
             journal.write_commit(self._storage, commit, entry.row_texts)
         except StorageError as error:
-            self._commit_failed(entry, error)
+            why = f"its commit failed: {error.message}"
+            if self._book.commit_failed(entry.event, why, self._config.write_retries, self._clock()):
+                self._alerts.add(f"event of step {entry.event.step} is lost: {why}")
             return False
         self._book.commit(entry.event)
         self._facts = self._facts.with_commit(commit)
         return True
-
-    def _commit_failed(self, entry: OpenEvent, error: StorageError) -> None:
-        """Bounded retries with backoff (I9); afterwards the event is lost and the next one gets its turn."""
-        entry.failures += 1
-        if entry.failures > self._config.write_retries:
-            self._book.lose(entry.event, f"its commit failed: {error.message}")
-            self._alerts.add(f"event of step {entry.event.step} is lost: its commit failed: {error.message}")
-        else:
-            pause_s = _FIRST_PAUSE_S * 2 ** (entry.failures - 1)
-            entry.not_before = self._clock() + min(pause_s, _LONGEST_PAUSE_S)
 
     def _expect_selected(self, trainer_state: TrainerState) -> None:
         """Learns from the session's own books which events must be under way.

@@ -15,6 +15,7 @@ from layercheck.manifest import EventId, ShardRecord, TrainerState
 
 Order = tuple[int, int]
 """(step, part)."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 REMEMBERED = 4096
 """Final events that are kept in memory, of each kind. A run commits events for weeks; nobody retries a call
 about one that so many others have followed."""
@@ -105,6 +106,16 @@ class EventBook:
         self.num_lost += event not in self.lost
         self.lost[event] = reason
         _shorten(self.lost)
+
+    def commit_failed(self, event: EventId, why: str, retries: int, now: float) -> bool:
+        """Bounded retries with backoff (I9); True if it is lost now, and the next one gets its turn."""
+        entry = self.open[event]
+        entry.failures += 1
+        if entry.failures > retries:
+            self.lose(event, why)
+            return True
+        entry.not_before = now + min(_FIRST_PAUSE_S * 2 ** (entry.failures - 1), _LONGEST_PAUSE_S)
+        return False
 
     def commit(self, event: EventId) -> None:
         """Final: its commit is durable."""

@@ -17,6 +17,7 @@ from layercheck.manifest import (
     RunRecord,
     ShardRecord,
 )
+from layercheck.memory.held import Held
 
 VersionKey = tuple[str, int, int]
 """(layer, step, attempt)."""
@@ -66,6 +67,7 @@ class StoreFacts:
         bad: shards that failed their check twice.
         bad_plans: attempts whose plan led to a non-finite loss (I13).
         notes: what a person should read.
+        held: what the vaults hold, where an attempt is being planned; no part of the store.
     """
 
     run: RunRecord
@@ -79,6 +81,7 @@ class StoreFacts:
     bad: tuple[BadShard, ...] = ()
     bad_plans: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
+    held: tuple[Held, ...] = ()
 
     @cached_property
     def newest(self) -> AttemptRecord | None:
@@ -101,8 +104,8 @@ class StoreFacts:
         return sum(nbytes_of(commit.records) for commit in self.commits)
 
     def packed(self) -> "StoreFacts":
-        """The same in less memory, for whoever keeps it for long."""
-        return replace(self, commits=tuple(map(packed, self.commits)))
+        """The store in less memory, for whoever keeps it for long."""
+        return replace(self, commits=tuple(map(packed, self.commits)), held=())
 
     def with_commit(self, commit: Commit) -> "StoreFacts":
         """One more commit, packed."""

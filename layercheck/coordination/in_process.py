@@ -18,6 +18,7 @@ from layercheck.coordination.coordinator import Coordinator
 from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient, HeartbeatReply
 from layercheck.errors import CoordinatorLostError, LayerCheckError
 from layercheck.manifest import BadShard, EventId, RunRecord, ShardRecord, TrainerState
+from layercheck.memory.held import Held
 from layercheck.persistence.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -113,9 +114,15 @@ class RankZeroClient:
         return self._coordinator.open_run(run, probe)
 
     def begin_attempt(  # noqa: D102
-        self, token: str, submission: str, world_size: int, mode: str, takeover: bool = False
+        self,
+        token: str,
+        submission: str,
+        world_size: int,
+        mode: str,
+        takeover: bool = False,
+        held: tuple[Held, ...] = (),
     ) -> AttemptGrant:
-        return self._coordinator.begin_attempt(token, submission, world_size, mode, takeover)
+        return self._coordinator.begin_attempt(token, submission, world_size, mode, takeover, held)
 
     def amend(self, attempt: int, bad: tuple[BadShard, ...]) -> AttemptGrant:  # noqa: D102
         return self._coordinator.amend(attempt, bad)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from layercheck.coordination import residuals
+from layercheck.coordination import in_memory, residuals
 from layercheck.coordination.facts import StoreFacts, Version, VersionKey, by_layer, full_events
 from layercheck.coordination.lineage import ENDLESS, Lineage
 from layercheck.coordination.lost import lost_drift, measure_of
@@ -16,8 +16,11 @@ from layercheck.errors import NoPlanError
 from layercheck.layers import LayerSpec
 from layercheck.manifest import (
     AttemptRecord,
+    Commit,
+    EventId,
     FailSource,
     LayerPlan,
+    MemoryPlan,
     PlanMode,
     Progress,
     RecoveryPlan,
@@ -108,17 +111,21 @@ def make_plan(
         versions = _until(facts, versions, request.at_step)
     of_base = residuals.by_base(commits, ENDLESS if request.at_step is None else request.at_step)
     bad = facts.bad_versions | _without((*versions.values(), *of_base.values()), request.without)
-    failure = _fixed(begun) if begun else _failure(facts, lineage)
+    held = in_memory.live_events(facts, lineage)
+    fixed = _Failure(begun.r_b, "journal", begun.trainer_state) if begun else None
+    failure = fixed or _failure(facts, lineage, held)
     if request.at_step is not None:
         failure = _failure_at(facts, lineage, request.at_step, failure.step)
     mode, choice = _choose(facts, request, versions, bad)
     if choice.event is not None:
-        of_base = {}  # the state of one step, as its event has it
+        of_base, held = {}, []  # the state of one step, as its event has it
         failure = _rolled_back_from(facts, begun, failure)
     resume = _resume_at(facts, choice, failure)
     before = Lineage(begun.lineage[:-1]) if begun else lineage  # losses are those of the attempt that failed
     beat = facts.progress.get(before.attempt)
-    after = _After(bad, of_base, before, failure.step, beat)
+    saved = {name: residuals.newest(one, of_base, bad) or one for name, one in choice.versions.items()}
+    newer = in_memory.newer_versions(facts, held, saved, failure.step)
+    after = _After(bad, of_base, before, failure.step, beat, newer)
     layers = tuple(
         _layer_plan(spec, choice.versions[spec.name], versions[spec.name], after)
         for spec in facts.run.stored.layers
@@ -142,10 +149,14 @@ def make_plan(
 # ---------------------------------------------------------------- where the run stopped
 
 
-def _failure(facts: StoreFacts, lineage: Lineage) -> _Failure:
-    """t_fail = max(r_A, newest heartbeat of A, newest live commit); no older attempt's heartbeat counts."""
+def _failure(facts: StoreFacts, lineage: Lineage, held: list[Commit]) -> _Failure:
+    """t_fail = max(r_A, newest heartbeat of A, newest live commit); no older attempt's heartbeat counts.
+
+    What all ranks have sealed in memory is done as well, also if the word of it died with rank 0.
+    """
     since = facts.newest.r_b if facts.newest else 0
     known = [failure for failure in _known_steps(facts, lineage) if failure.step >= since]
+    known += [_Failure(e.event.step, "memory", e.trainer_state) for e in held if e.event.step >= since]
     if not known:
         raise NoPlanError(
             f"run {facts.run.name} holds no trainer state: use another run name", run=facts.run.name
@@ -186,10 +197,6 @@ def _known_steps(facts: StoreFacts, lineage: Lineage) -> list[_Failure]:
         if record is not None and record.trainer_state and not undone:
             known.append(_Failure(record.r_b, "journal", record.trainer_state))
     return known
-
-
-def _fixed(begun: AttemptRecord) -> _Failure:
-    return _Failure(begun.r_b, "journal", begun.trainer_state)
 
 
 def _rolled_back_from(facts: StoreFacts, begun: AttemptRecord | None, failure: _Failure) -> _Failure:
@@ -320,11 +327,13 @@ class _After:
     lineage: Lineage
     t_fail: int
     beat: Progress | None
+    in_memory: dict[str, MemoryPlan]
 
 
 def _layer_plan(spec: LayerSpec, version: Version, versions: list[Version], after: _After) -> LayerPlan:
     residual = residuals.newest(version, after.of_base, after.bad)
-    saved = residual or version
+    newer = after.in_memory.get(spec.name)
+    saved = newer or (residual or version).event
     lost = lost_steps(after.lineage, saved, after.t_fail) if spec.trainable else 0
     is_newer_bad = any(other.key in after.bad and other.order > version.order for other in versions)
     return LayerPlan(
@@ -332,20 +341,21 @@ def _layer_plan(spec: LayerSpec, version: Version, versions: list[Version], afte
         numel=spec.numel,
         step=version.event.step,
         attempt=version.event.attempt,
-        age=max(0, after.t_fail - version.event.step),
+        age=max(0, after.t_fail - (newer or version.event).step),
         lost=lost,
-        lost_drift=lost_drift(after.beat, spec.name, saved.event.step, lost),
+        lost_drift=lost_drift(after.beat, spec.name, saved.step, lost),
         reason=version.shards[0].reason,
         shards=tuple(version.shards),
         fallback=is_newer_bad or residuals.has_newer_bad(version, after.of_base, after.bad),
         trainable=spec.trainable,
         residual=residuals.planned(residual),
+        memory=newer,
     )
 
 
-def lost_steps(lineage: Lineage, version: Version, t_fail: int) -> int:
+def lost_steps(lineage: Lineage, saved: EventId | MemoryPlan, t_fail: int) -> int:
     """Steps applied to a layer in this lineage since its save: t_fail - max(t_l, later r_b)."""
-    since = max(version.event.step, lineage.last_restart(version.event.attempt, t_fail))
+    since = max(saved.step, lineage.last_restart(saved.attempt, t_fail))
     return max(0, t_fail - since)
 
 

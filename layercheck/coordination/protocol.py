@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from layercheck.layers import LayerStep
 from layercheck.manifest import BadShard, EventId, RecoveryPlan, RunRecord, ShardRecord, TrainerState
+from layercheck.memory.held import Held
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,17 @@ class CoordinatorClient(Protocol):
         ...
 
     def begin_attempt(
-        self, token: str, submission: str, world_size: int, mode: str, takeover: bool = False
+        self,
+        token: str,
+        submission: str,
+        world_size: int,
+        mode: str,
+        takeover: bool = False,
+        held: tuple[Held, ...] = (),
     ) -> AttemptGrant:
         """Fences off all older attempts and makes the recovery plan. The same token gets the same attempt.
+
+        `held` is what the vaults of the nodes hold; they were told of this token before they said so.
 
         Raises:
             RunIsLiveError: another submission's progress file changed while it was watched.

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xxhash import xxh3_128_hexdigest
 
 from layercheck.errors import DamagedShardError
-from layercheck.persistence.storage import Storage
+from layercheck.persistence.storage import Readable
 
 DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -221,7 +221,7 @@ def _digest(entries: dict[str, Any], metadata: dict[str, str], about: ShardAbout
     return xxh3_128_hexdigest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii"))
 
 
-def read_header(storage: Storage, path: str) -> ShardHeader:
+def read_header(storage: Readable, path: str) -> ShardHeader:
     """Reads and checks the header of a shard file; no length or offset in it is trusted.
 
     Raises:

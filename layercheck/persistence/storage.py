@@ -25,23 +25,8 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _KNOB = "check the storage path, its rights and free space (`storage`)"
 
 
-class Storage(Protocol):
-    """One run's `layercheck` folder. Paths are relative to it, with forward slashes.
-
-    Every operation raises `StorageError` with the path and the reason when the storage refuses.
-    """
-
-    root: str
-    exclusive: bool
-    """True if of many that `create` one name in the same moment exactly one is told that it did."""
-
-    def write(self, path: str, chunks: Iterable[Buffer]) -> None:
-        """Writes one whole object; durable at return, absent after an exception."""
-        ...
-
-    def create(self, path: str, data: Buffer) -> bool:
-        """Like `write`, but only if the name is free; False if it was taken."""
-        ...
+class Readable(Protocol):
+    """What a recovery needs of a place with shard files; see `Storage`."""
 
     def read(self, path: str, begin: int = 0, end: int | None = None) -> bytes:
         """The bytes `begin` to `end` (default: all); fewer if the object ends before."""
@@ -57,6 +42,25 @@ class Storage(Protocol):
 
     def size(self, path: str) -> int | None:
         """Size of an object in bytes, None if it does not exist."""
+        ...
+
+
+class Storage(Readable, Protocol):
+    """One run's `layercheck` folder. Paths are relative to it, with forward slashes.
+
+    Every operation raises `StorageError` with the path and the reason when the storage refuses.
+    """
+
+    root: str
+    exclusive: bool
+    """True if of many that `create` one name in the same moment exactly one is told that it did."""
+
+    def write(self, path: str, chunks: Iterable[Buffer]) -> None:
+        """Writes one whole object; durable at return, absent after an exception."""
+        ...
+
+    def create(self, path: str, data: Buffer) -> bool:
+        """Like `write`, but only if the name is free; False if it was taken."""
         ...
 
     def list(self, folder: str) -> list[str]:

@@ -13,60 +13,29 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import xxhash
-
-from layercheck.coordination.protocol import CoordinatorClient
-from layercheck.errors import CoordinatorLostError, FencedError, LayerCheckError, StorageError
+from layercheck.errors import FencedError, LayerCheckError
 from layercheck.manifest import ShardRecord
 from layercheck.persistence.bases import BaseCopies
+from layercheck.persistence.hashed import HashedBytes
 from layercheck.persistence.recode import recoded
-from layercheck.persistence.shard_file import ShardLayout
+from layercheck.persistence.retries import try_often
+from layercheck.persistence.sink import FileSink, Listener
 from layercheck.persistence.snapshot import Snapshot
-from layercheck.persistence.storage import Storage
 from layercheck.tracking.pending import PendingReport
 
 log = logging.getLogger(__name__)
-_FIRST_PAUSE_S = 0.2
-_LONGEST_PAUSE_S = 10.0
-
-
-class HashedBytes:
-    """The bytes of a shard file, hashed as they pass: one digest per layer, known at the end."""
-
-    def __init__(self, shard: ShardLayout, data: Iterable[memoryview]) -> None:
-        self._shard = shard
-        self._data = data
-        self.digests: dict[str, str] = {}
-
-    def __iter__(self) -> Iterator[bytes | memoryview]:
-        shard = self._shard
-        hashers = {layer: xxhash.xxh3_128() for layer in shard.layers}
-        pending = list(shard.layers.items())
-        yield shard.header
-        position = len(shard.header)
-        for chunk in self._data:
-            end = position + len(chunk)
-            for layer, (begin, stop) in pending:
-                if begin < end and stop > position:
-                    hashers[layer].update(chunk[max(begin - position, 0) : stop - position])
-            pending = [item for item in pending if item[1][1] > end]
-            yield chunk
-            position = end
-        if position != shard.total:
-            raise StorageError(f"a snapshot has {position} bytes, its header says {shard.total}")
-        self.digests = {layer: hasher.hexdigest() for layer, hasher in hashers.items()}
 
 
 class ShardWriter:
-    """One background thread per rank. `submit` never waits; `backlog_bytes` is what is not yet durable."""
+    """One background thread per rank. `submit` never waits; `backlog_bytes` is what is not yet written."""
 
     def __init__(
         self,
-        storage: Storage,
-        coordinator: CoordinatorClient,
+        storage: FileSink,
+        coordinator: Listener,
         rank: int,
         world_size: int,
         *,
@@ -138,7 +107,8 @@ class ShardWriter:
 
     def _save(self, snapshot: Snapshot, pending: PendingReport | None) -> None:
         records: list[ShardRecord] = []
-        tries = 1 if snapshot.stream.streaming else self._retries + 1
+        # A copy in memory that cannot be had now is not waited for: the next one will be better.
+        tries = 1 if snapshot.stream.streaming or snapshot.event.in_memory else self._retries + 1
         error = self._try(snapshot, tries, lambda: records.extend(self._write(snapshot)))
         if error is None:
             # Durable: the memory is free for the next event, however long the coordinator takes to answer.
@@ -161,6 +131,9 @@ class ShardWriter:
         return False
 
     def _give_up(self, snapshot: Snapshot, error: BaseException) -> None:
+        if snapshot.event.in_memory:
+            log.warning("%s is left out: %s", snapshot.event.folder, error)  # nobody counts on it
+            return
         self.failed_saves += 1
         alert = (
             f"event {snapshot.event.folder} of rank {self._rank} could not be written and is lost "
@@ -178,22 +151,8 @@ class ShardWriter:
             log.error("event %s could not be reported: %s", snapshot.event.folder, lost)
 
     def _try(self, snapshot: Snapshot, tries: int, act: Callable[[], None]) -> Exception | None:
-        """Does it, with growing pauses between the tries; returns the last error."""
-        pause_s = _FIRST_PAUSE_S
-        for attempt in range(tries):
-            try:
-                act()
-                return None
-            except FencedError:
-                log.warning("event %s belongs to an attempt that was fenced off", snapshot.event.folder)
-                return None
-            except (StorageError, CoordinatorLostError) as error:
-                if attempt + 1 == tries or snapshot.stream.is_broken:
-                    return error
-                log.warning("event %s: try %d failed: %s", snapshot.event.folder, attempt + 1, error)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        raise AssertionError("unreachable")
+        what = f"event {snapshot.event.folder}"
+        return try_often(act, tries, what, lambda: snapshot.stream.is_broken)
 
     def _write(self, snapshot: Snapshot) -> list[ShardRecord]:
         started = time.monotonic()
@@ -228,7 +187,7 @@ class ShardWriter:
     def _data(self, snapshot: Snapshot) -> Iterator[memoryview]:
         """What was staged, as it stands in the file."""
         chunks = snapshot.stream.chunks(self._timeout_s)
-        if self._bases is None:
+        if self._bases is None or snapshot.event.in_memory:  # residuals count from what the storage has
             return chunks
         event = snapshot.event
         return recoded(snapshot.pieces, chunks, self._bases, (event.step, event.attempt))

@@ -11,6 +11,8 @@ from layercheck.coordination.journal import PROBE_PREFIX
 from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient
 from layercheck.errors import StorageError
 from layercheck.manifest import RunRecord
+from layercheck.memory.held import Held
+from layercheck.memory.tier import MemoryTier
 from layercheck.model_facts import buffer_names, model_config, tied_names
 from layercheck.persistence.storage import Storage
 from layercheck.recovery.collectives import count_over_ranks, on_rank_zero
@@ -20,6 +22,7 @@ from layercheck.tracking.warmup import told_at_the_start
 from layercheck.zero3 import Zero3Engine
 
 log = logging.getLogger(__name__)
+_NOTHING: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,11 @@ def begin(
     coordinator: CoordinatorClient,
     config: LayerCheckConfig,
     submission: Submission,
+    tier: MemoryTier | None = None,
 ) -> AttemptGrant:
     """Claims the next attempt. A collective; the same grant, or the same error, on every rank.
+
+    With a memory tier its vaults are asked first: what was sealed is committed while its attempt still may.
 
     Raises:
         StorageError: rank 0 cannot write, or another rank or the coordinator does not see what it wrote.
@@ -56,7 +62,13 @@ def begin(
     try:
         _check_all_ranks_see(probe, zero3, storage)
         hashes = frozen_hashes(zero3) if config.frozen == "source" else {}
-        return on_rank_zero(lambda: _claim(zero3, coordinator, config, submission, probe, hashes))
+        token, held = uuid.uuid4().hex, _NOTHING
+        if tier is not None:
+            token = on_rank_zero(lambda: uuid.uuid4().hex)
+            held = tier.settle(token)
+        return on_rank_zero(
+            lambda: _claim(zero3, coordinator, config, submission, probe, hashes, token, held)
+        )
     finally:
         if zero3.rank == 0:
             storage.delete(probe)
@@ -85,6 +97,8 @@ def _claim(
     submission: Submission,
     probe: str,
     hashes: dict[str, str],
+    token: str,
+    held: tuple[Held, ...],
 ) -> AttemptGrant:
     record = RunRecord(
         run_id=uuid.uuid4().hex,
@@ -103,9 +117,8 @@ def _claim(
     )
     for line in coordinator.open_run(record, probe):
         log.warning("setting changed since this run began: %s", line)
-    token = uuid.uuid4().hex
     grant = coordinator.begin_attempt(
-        token, submission.name, zero3.world_size, config.recovery, submission.takeover
+        token, submission.name, zero3.world_size, config.recovery, submission.takeover, held
     )
     warmup = told_at_the_start(grant.r_b, config)
     for note in (*grant.notes, *([warmup] if warmup else [])):

@@ -1,7 +1,7 @@
 """Small agreements between ranks, for the start of an attempt; training itself has one all-reduce a step."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,3 +30,10 @@ def count_over_ranks(count: int, device: torch.device) -> int:
     total = torch.tensor([float(count)], dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return int(total.item())
+
+
+def gather(mine: T) -> list[T]:
+    """What each rank gives, in rank order. A collective."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return told

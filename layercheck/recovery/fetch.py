@@ -34,7 +34,7 @@ from layercheck.persistence.shard_file import (
     TensorRange,
     read_header,
 )
-from layercheck.persistence.storage import Storage
+from layercheck.persistence.storage import Readable
 from layercheck.recovery.residual import distance
 from layercheck.recovery.scatter import Array, Run, blocks, in_order
 
@@ -93,20 +93,23 @@ class Fetcher:
     """Fetches layers for one rank; keeps file headers, which several layers of an event share.
 
     Args:
-        storage: the run's `layercheck` folder.
+        storage: the run's `layercheck` folder, or memory in front of it.
         keys: which tensors of a parameter are wanted (`fp32`, `exp_avg`, ...); None means all.
         sleep: lets seconds pass while the storage does not answer.
         bases: get the weights of every version, before a residual is added.
+        pass_over: told of a damaged file; True if it can now be read from somewhere else.
     """
 
     def __init__(
         self,
-        storage: Storage,
+        storage: Readable,
         keys: frozenset[str] | None = None,
         sleep: Callable[[float], None] = time.sleep,
         bases: BaseCopies | None = None,
+        pass_over: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._storage, self._sleep, self._bases = storage, sleep, bases
+        self._pass_over = pass_over
         self._keys = keys
         self._headers: dict[str, _IndexedHeader] = {}
         self._spare: Array = np.empty(BLOCK_BYTES, dtype=np.uint8)
@@ -126,7 +129,7 @@ class Fetcher:
             StorageError: the storage does not answer; nothing is said of what it holds.
         """
         try:
-            return self._layer(plan, wanted, room)
+            return self._layer(plan.loaded, wanted, room)
         except _BadShardError as error:
             return error.shard
 
@@ -204,6 +207,8 @@ class Fetcher:
                 return read()
             except StorageError as error:
                 self._headers.pop(shard.file, None)
+                if is_damage(error) and self._pass_over(shard.file):
+                    continue
                 failed += 1
                 if is_damage(error):
                     if failed >= _LOOKS:

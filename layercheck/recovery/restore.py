@@ -12,6 +12,7 @@ States, all ranks together unless said otherwise:
 """
 
 import time
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -21,6 +22,7 @@ from layercheck import lost
 from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient
 from layercheck.errors import LayerCheckError, StorageError
 from layercheck.manifest import BadShard, LayerPlan, RecoveryPlan
+from layercheck.memory.tier import MemoryTier
 from layercheck.persistence.bases import BaseCopies
 from layercheck.persistence.storage import Storage
 from layercheck.receipt import Receipt
@@ -28,6 +30,8 @@ from layercheck.recovery import install
 from layercheck.recovery.collectives import count_over_ranks, on_rank_zero
 from layercheck.recovery.fetch import Fetcher
 from layercheck.zero3 import Zero3Engine
+
+_IN_WORDS = {"memory": "the memory of their node", "peer": "the memory of another node"}
 
 
 def restore(
@@ -38,6 +42,7 @@ def restore(
     plan_s: float,
     frozen: str,
     bases: BaseCopies | None,
+    tier: MemoryTier | None,
 ) -> tuple[AttemptGrant, Receipt]:
     """Brings the engine to the state of `grant.plan`. A collective.
 
@@ -49,6 +54,7 @@ def restore(
         plan_s: seconds that the plan took, for the receipt.
         frozen: the setting of that name.
         bases: get the weights of the plan's versions.
+        tier: what it has is read from there.
 
     Returns:
         The grant that was carried out (amended if shards were bad) and its receipt.
@@ -61,15 +67,21 @@ def restore(
     started = time.monotonic()
     layers = [layer.layer for layer in grant.plan.layers]
     install.start(zero3, grant.plan, frozen)
+    reader = tier.reader(storage) if tier is not None else None
+    if reader is not None:
+        fetcher = Fetcher(reader, bases=bases, pass_over=reader.pass_over)
+    else:
+        fetcher = Fetcher(storage, bases=bases)
     try:
-        grant, plan, bad = _fetch_all(zero3, Fetcher(storage, bases=bases), coordinator, grant, grant.plan)
+        grant, plan, bad = _fetch_all(zero3, fetcher, coordinator, grant, grant.plan)
     except BaseException:
         zero3.abandon_install(layers)
         raise
     fetch_s = time.monotonic() - started
     started = time.monotonic()
     install.finish(zero3)
-    receipt = _receipt(grant, plan, bad)
+    sources = tier.sources(plan, reader) if tier is not None and reader is not None else {}
+    receipt = _receipt(grant, plan, bad, sources)
     seconds = {"plan_s": plan_s, "fetch_s": fetch_s, "install_s": time.monotonic() - started}
     return grant, receipt.model_copy(update=seconds)
 
@@ -159,7 +171,9 @@ def _check_all_replaced(bad: tuple[BadShard, ...], todo: tuple[LayerPlan, ...]) 
             )
 
 
-def _receipt(grant: AttemptGrant, plan: RecoveryPlan, bad: tuple[BadShard, ...]) -> Receipt:
+def _receipt(
+    grant: AttemptGrant, plan: RecoveryPlan, bad: tuple[BadShard, ...], sources: Mapping[str, str]
+) -> Receipt:
     return Receipt(
         attempt=grant.attempt,
         mode=plan.mode,
@@ -186,7 +200,8 @@ def _receipt(grant: AttemptGrant, plan: RecoveryPlan, bad: tuple[BadShard, ...])
                 "nbytes": layer.nbytes,
                 "fallback": layer.fallback,
             }
-            for layer in plan.layers
+            | ({"source": sources[layer.layer]} if sources else {})
+            for layer in (planned.loaded for planned in plan.layers)
         ),
         bad=bad,
         detect_s=grant.detect_s,
@@ -199,6 +214,9 @@ def in_words(receipt: Receipt) -> str:
     older = sum(bool(layer["fallback"]) for layer in receipt.layers)
     added = sum(layer["residual"] is not None for layer in receipt.layers)
     newer = f" {added} layers with a residual: their moments are older than their weights;" if added else ""
+    for tier in ("memory", "peer"):
+        count = sum(layer.get("source") == tier for layer in receipt.layers)
+        newer += f" {count} layers from {_IN_WORDS[tier]};" if count else ""
     return (
         f"recovered ({receipt.mode}) after step {receipt.t_fail} (known from {receipt.t_fail_source}):"
         f" going on at step {receipt.resume_step} with {_ages_in_words(receipt)} steps old,"

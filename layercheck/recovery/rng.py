@@ -15,7 +15,7 @@ import torch
 from layercheck.errors import StorageError
 from layercheck.manifest import EventId, RecoveryPlan
 from layercheck.persistence.shard_file import RngState, read_header
-from layercheck.persistence.storage import Storage
+from layercheck.persistence.storage import Readable
 from layercheck.recovery.collectives import count_over_ranks
 from layercheck.zero3 import Zero3Engine
 
@@ -52,7 +52,7 @@ def restore(state: RngState) -> None:
     np.random.set_state((_NUMPY_KIND, key, state.numpy_position, int(has_gauss), state.numpy_gauss or 0.0))
 
 
-def find(zero3: Zero3Engine, storage: Storage, plan: RecoveryPlan) -> tuple[str, RngState | None]:
+def find(zero3: Zero3Engine, storage: Readable, plan: RecoveryPlan) -> tuple[str, RngState | None]:
     """This rank's states from the newest event of the plan that has them for all ranks. A collective.
 
     Returns:
@@ -67,7 +67,7 @@ def find(zero3: Zero3Engine, storage: Storage, plan: RecoveryPlan) -> tuple[str,
     return f"not restored: no event of the plan holds the states of {zero3.world_size} ranks", None
 
 
-def _read(storage: Storage, event: EventId, rank: int) -> RngState | None:
+def _read(storage: Readable, event: EventId, rank: int) -> RngState | None:
     try:
         return read_header(storage, event.shard_file(rank)).about.rng
     except StorageError:

@@ -62,6 +62,7 @@ def _layers(receipt: dict[str, Any]) -> str:
         "lost",
         "lost drift",
         "residual of step",
+        "from",
         "size",
         "reason",
         "",
@@ -72,6 +73,7 @@ def _layers(receipt: dict[str, Any]) -> str:
             *(str(layer[key]) for key in ("step", "attempt", "age", "lost")),
             number(layer.get("lost_drift")),
             "-" if layer.get("residual") is None else str(layer["residual"]),
+            str(layer.get("source", "storage")),
             size(layer["nbytes"]),
             str(layer["reason"]),
             "an older version: the newest was damaged" if layer["fallback"] else "",
@@ -79,4 +81,4 @@ def _layers(receipt: dict[str, Any]) -> str:
         for layer in receipt.get("layers") or ()
     ]
     title = f"Versions that attempt {receipt.get('attempt')} loaded"
-    return html_table(title, header, rows, text=(8, 9))
+    return html_table(title, header, rows, text=(7, 9, 10))

@@ -130,7 +130,7 @@ class Ledger:
         ledger._observed_step = ledger._event_step = ledger.began = plan.resume_step - 1
         ledger.unsaved = Unsaved.since(ledger.began, layer_map, ledger.unsaved.measure)
         for version in plan.layers:
-            if version.trainable:
+            if version.trainable and version.memory is None:
                 ledger.unsaved.layers[version.layer].base = (version.step, version.attempt)
         ledger._restore(plan.trainer_state.get("layercheck", {}), plan)
         return ledger

@@ -16,9 +16,10 @@ from layercheck.coordination.plan import PlanRequest, make_plan
 from layercheck.coordination.protocol import AttemptGrant
 from layercheck.layers import ParamSpec
 from layercheck.manifest import BadShard, EventId, LayerPlan, Reason, RecoveryPlan, ShardRecord
+from layercheck.persistence.hashed import HashedBytes
 from layercheck.persistence.shard_file import ShardAbout, ShardTensor, SliceMeta, StateScalar, layout
+from layercheck.persistence.sink import FileSink
 from layercheck.persistence.storage import TEMP_PREFIX, Storage
-from layercheck.persistence.writer import HashedBytes
 from layercheck.recovery.fetch import Fetcher, part_of
 from layercheck.tracking.metrics_log import METRICS, PartWriter
 from tests.crash.bucket import Bucket
@@ -201,7 +202,7 @@ class Life:
 
 
 def save_shards(
-    store: Storage, event: EventId, rank: int, world_size: int, layers: tuple[str, ...]
+    store: FileSink, event: EventId, rank: int, world_size: int, layers: tuple[str, ...]
 ) -> tuple[ShardRecord, ...]:
     """One rank's file of one event, as the writer thread makes it."""
     tensors, slices, chunks = [], [], []
@@ -218,7 +219,9 @@ def save_shards(
                 tensors.append(ShardTensor(param.name, key, layer, "F32", numel))
                 values = true_values(param, key, event.step, event.attempt)[offset : offset + numel]
                 chunks.append(memoryview(values.tobytes()))
-    about = ShardAbout(step=event.step, attempt=event.attempt, rank=rank, world_size=world_size)
+    about = ShardAbout(
+        step=event.step, attempt=event.attempt, part=event.part, rank=rank, world_size=world_size
+    )
     placed = layout(tensors, slices, about)
     content = HashedBytes(placed, [memoryview(b"".join(chunks))])
     file = event.shard_file(rank)
@@ -226,9 +229,9 @@ def save_shards(
     reason: Reason = "full" if set(LAYERS) <= set(layers) else "drift"
     return tuple(
         ShardRecord(
-            layer=layer, step=event.step, attempt=event.attempt, rank=rank, world_size=world_size, file=file,
-            begin=begin, end=end, xxh3_128=content.digests[layer], drift=1.0, threshold=0.5, age=1,
-            reason=reason, snapshot_s=0.0, write_s=0.0,
+            layer=layer, step=event.step, attempt=event.attempt, part=event.part, rank=rank,
+            world_size=world_size, file=file, begin=begin, end=end, xxh3_128=content.digests[layer],
+            drift=1.0, threshold=0.5, age=1, reason=reason, snapshot_s=0.0, write_s=0.0,
         )
         for layer, (begin, end) in placed.layers.items()
     )  # fmt: skip

@@ -35,9 +35,7 @@ class LedgerCoordinator:
             (self.folder / "break-tick").unlink()
             raise RuntimeError("a bug in tick")
 
-    def begin_attempt(
-        self, token: str, submission: str, world_size: int, mode: str, takeover: bool = False
-    ) -> AttemptGrant:
+    def begin_attempt(self, token: str, submission: str, world_size: int, mode: str, *_: Any) -> AttemptGrant:
         if submission == "second":
             raise RunIsLiveError("run x is live (step 812, moving); end it or pass --takeover", step=812)
         return AttemptGrant(attempt=1, r_b=0)

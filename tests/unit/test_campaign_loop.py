@@ -115,6 +115,18 @@ def test_a_step_of_the_plan_itself_is_none_beyond_it(tmp_path: Path) -> None:
     assert not campaign._is_behind(Death("worker", 3, 1, ""))
 
 
+def test_vaults_are_hit_where_there_are_any(tmp_path: Path) -> None:
+    run = PretendedRun(tmp_path)
+    run.witness.mkdir()
+    hit: list[str] = []
+    kill = run.kill
+    run.kill = lambda part, rng: (hit.append(part), kill(part, rng))[1]  # type: ignore[method-assign]
+    Campaign(run, 60, 1, LIMIT_S).go()  # type: ignore[arg-type]
+    assert set(hit) == WEIGHTS.keys() - {"vault"}
+    Campaign(run, 60, 1, LIMIT_S, has_vaults=True).go()  # type: ignore[arg-type]
+    assert "vault" in hit
+
+
 def test_every_part_has_its_weight() -> None:
     from cluster.campaign_run import PARTS
 

@@ -1,6 +1,7 @@
 """With a lag the coordinator hears of an event only after the report of its step was clean (I13)."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 
 from layercheck.decision import LayerWrite
 from layercheck.errors import LayerCheckError, StorageError
-from layercheck.manifest import DriftReport, EventId
+from layercheck.manifest import MEMORY_PART, DriftReport, EventId
+from layercheck.persistence.bases import BaseCopies
 from layercheck.persistence.copier import HostCopier
+from layercheck.persistence.recode import Piece
 from layercheck.persistence.shard_file import ShardAbout, ShardTensor, SliceMeta, layout
 from layercheck.persistence.snapshot import BlockStream, Snapshot, StagingPool
 from layercheck.persistence.storage import LocalStorage
@@ -110,3 +113,17 @@ def test_a_copy_that_never_ends_costs_the_event_after_a_limit(tmp_path: Path) ->
     assert writer.close(30)
     assert (listener.recorded, listener.lost_events) == ([], [EVENT])
     assert any("did not end within 30 s" in alert for alert in writer.take_alerts())
+
+
+@pytest.mark.parametrize(("part", "kept"), [(0, True), (MEMORY_PART, False)])
+def test_residuals_count_from_what_the_storage_has_and_not_from_memory(
+    tmp_path: Path, part: int, kept: bool
+) -> None:
+    bases, pool = BaseCopies(lambda layer: True), StagingPool(1 << 16)
+    writer = ShardWriter(LocalStorage(str(tmp_path)), Listener(), 0, 1, retries=0, timeout_s=30, bases=bases)
+    taken = snapshot(pool)
+    event = EventId(step=7, attempt=1, part=part)
+    pieces = (Piece("layers.0", "layers.0.w", "fp32", 16),)
+    writer.submit(replace(taken, event=event, pieces=pieces))
+    assert writer.close(30)
+    assert (bases.nbytes > 0) == kept
