@@ -1,4 +1,4 @@
-"""The vault's actor and its client without a cluster: calls reach the plain class, errors come as their own."""
+"""The vault's actor and client without a cluster: calls reach the plain class, errors come as their own."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
