@@ -51,7 +51,8 @@ class VaultActor:
         self._called_s = time.monotonic()
         self._chosen: VaultCalls | None = None
         self._looked_s = -_PEER_S
-        threading.Thread(target=self._end_when_over, name="over", daemon=True).start()
+        self.over = threading.Thread(target=self._end_when_over, name="over", daemon=True)
+        self.over.start()
 
     def call(self, name: str, *args: Any) -> Any:
         """One call of `VaultCalls`, arguments in its order."""
