@@ -149,6 +149,12 @@ def test_the_settings_of_every_arm_are_settings_of_a_session(name: str) -> None:
     assert len({arm.name for arm in ARMS[name]}) == len(ARMS[name])
 
 
+@pytest.mark.parametrize("arm", ARMS["thresholds"], ids=lambda arm: arm.name)
+def test_the_age_limit_lies_as_far_above_every_threshold(arm: Arm) -> None:
+    factor = CHECKPOINT["s_max"] / CHECKPOINT["target_interval"]
+    assert arm.checkpoint["s_max"] >= factor * arm.checkpoint["target_interval"]
+
+
 @pytest.mark.parametrize("length", [FULL, QUICK])
 def test_the_last_evaluations_come_after_the_last_failure(length: Length) -> None:
     steps = [step for step in range(1, length.steps + 1) if length.is_evaluated(step)]
