@@ -109,7 +109,7 @@ ARMS: dict[str, tuple[Arm, ...]] = {
     "cascade": (_COMPOSITE, _CONTROL),
     "thresholds": tuple(
         # With a longer interval the age limit would do the choosing, if it stayed.
-        Arm(name, _times(factor, max(factor, 1)), when="one_oldest")
+        Arm(name, _times(factor), when="one_oldest")
         for name, factor in (("K", 1), ("K / 4", 0.25), ("4 K", 4))
     ),
     "benchmarks": (_COMPOSITE, Arm("composite (wide_embedding)", model="wide_embedding")),
