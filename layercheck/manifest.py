@@ -271,16 +271,12 @@ class RunRecord(Record):
 # ------------------------------------------------- recovery: plan -> fetch -> install; then `receipt.Receipt`
 
 
-class ResidualPlan(Record):
-    """The residual that recovery will add to a version of its layer."""
+class PlannedSave(Record):
+    """A save that recovery takes with a version (its residual), or in its place (a newer one in memory)."""
 
     step: int = Field(ge=1)
     attempt: int = Field(ge=1)
     shards: tuple[ShardRecord, ...]
-
-
-class MemoryPlan(ResidualPlan):
-    """The newer version, in the memory of the nodes, that recovery will load instead of both."""
 
 
 class LayerPlan(Record):
@@ -300,21 +296,20 @@ class LayerPlan(Record):
     reason: Reason
     shards: tuple[ShardRecord, ...]
     lost_drift: float | None = None
-    """Movement over the lost steps, see `RecoveryPlan.measure`; None if nothing is known of it."""
+    """Movement over the lost steps, see `RecoveryPlan.measure`; None if unknown."""
     fallback: bool = False
     """True when a newer live version or residual exists but is damaged or missing."""
     trainable: bool = True
     """A frozen layer never moves: its age is true but says nothing, so no figure of the plan counts it."""
-    residual: ResidualPlan | None = None
-    memory: MemoryPlan | None = None
+    residual: PlannedSave | None = None
+    memory: PlannedSave | None = None
 
     @property
     def loaded(self) -> Self:
         """The same with what will really be loaded in place of what the storage has."""
         if self.memory is None:
             return self
-        newer = {name: getattr(self.memory, name) for name in ("step", "attempt", "shards")}
-        return self.model_copy(update=newer | {"residual": None, "memory": None})
+        return self.model_copy(update={**dict(self.memory), "residual": None, "memory": None})
 
     @property
     def all_shards(self) -> tuple[ShardRecord, ...]:

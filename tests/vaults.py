@@ -1,5 +1,6 @@
 """Vaults in a folder of the test, ranks that stage into them, and whoever is told of it."""
 
+import os
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,9 +15,11 @@ from layercheck.memory.vault import Vault
 from layercheck.persistence.hashed import HashedBytes
 from layercheck.persistence.shard_file import ShardLayout
 from layercheck.persistence.storage import LocalStorage
+from tests.fakes import FaultyStorage
 
 RUN, TOKEN, NEXT = "run", "11" * 16, "22" * 16
 HEADER = b"the header"
+LAYERS = ("a", "b", "c")
 
 
 @dataclass
@@ -126,3 +129,31 @@ def rank_of(
 ) -> Rank:
     sink = MemorySink(vault, storage, told, About(RUN, vault._node, rank, world_size, token), wait_s=5.0)
     return Rank(sink, rank, world_size)
+
+
+def event(step: int, attempt: int = 1) -> EventId:
+    return EventId(step=step, attempt=attempt)
+
+
+class Node:
+    """A vault with a store and whoever is told."""
+
+    def __init__(self, tmp: Path, budget: int = 10**7) -> None:
+        self.tmp, self.budget = tmp, budget
+        self.storage, self.told = FaultyStorage(str(tmp / "store")), Told()
+        claim(self.storage)
+        self.vault = make_vault(tmp, self.storage, self.told, budget)
+        self.rank = rank_of(self.vault, self.storage, self.told)
+
+    def restart(self) -> None:
+        die(self.vault)
+        self.vault = make_vault(self.tmp, self.storage, self.told, self.budget)
+        self.rank = rank_of(self.vault, self.storage, self.told)
+
+    @property
+    def left(self) -> list[str]:
+        return os.listdir(self.tmp / "shm")
+
+
+def whole(step: int, layers: tuple[str, ...] = LAYERS) -> bytes:
+    return HEADER + content(layers, step)[1]

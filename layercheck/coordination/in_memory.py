@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from layercheck.coordination.facts import StoreFacts, Version, by_layer
 from layercheck.coordination.lineage import Lineage
-from layercheck.manifest import BadShard, Commit, EventId, MemoryPlan
+from layercheck.manifest import BadShard, Commit, EventId, PlannedSave
 from layercheck.memory.held import Held
 
 
@@ -37,7 +37,7 @@ def live_events(facts: StoreFacts, lineage: Lineage) -> list[Commit]:
 
 def newer_versions(
     facts: StoreFacts, events: Iterable[Commit], saved: dict[str, Version], t_fail: int
-) -> dict[str, MemoryPlan]:
+) -> dict[str, PlannedSave]:
     """Layer -> its newest version in memory, where that is newer than what the storage has.
 
     Args:
@@ -47,12 +47,12 @@ def newer_versions(
         t_fail: the last step that counts as done.
     """
     versions = by_layer((e for e in events if e.event.step <= t_fail), facts.run.layer_map)
-    found: dict[str, MemoryPlan] = {}
+    found: dict[str, PlannedSave] = {}
     for name, all_of in versions.items():
         good = [v for v in all_of if v.key not in facts.bad_versions]
         if good and good[0].event.step >= _least_step(saved[name]):
             event = good[0].event
-            found[name] = MemoryPlan(step=event.step, attempt=event.attempt, shards=tuple(good[0].shards))
+            found[name] = PlannedSave(step=event.step, attempt=event.attempt, shards=tuple(good[0].shards))
     return found
 
 

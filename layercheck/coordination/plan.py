@@ -20,8 +20,8 @@ from layercheck.manifest import (
     EventId,
     FailSource,
     LayerPlan,
-    MemoryPlan,
     PlanMode,
+    PlannedSave,
     Progress,
     RecoveryPlan,
     TrainerState,
@@ -327,7 +327,7 @@ class _After:
     lineage: Lineage
     t_fail: int
     beat: Progress | None
-    in_memory: dict[str, MemoryPlan]
+    in_memory: dict[str, PlannedSave]
 
 
 def _layer_plan(spec: LayerSpec, version: Version, versions: list[Version], after: _After) -> LayerPlan:
@@ -353,7 +353,7 @@ def _layer_plan(spec: LayerSpec, version: Version, versions: list[Version], afte
     )
 
 
-def lost_steps(lineage: Lineage, saved: EventId | MemoryPlan, t_fail: int) -> int:
+def lost_steps(lineage: Lineage, saved: EventId | PlannedSave, t_fail: int) -> int:
     """Steps applied to a layer in this lineage since its save: t_fail - max(t_l, later r_b)."""
     since = max(saved.step, lineage.last_restart(saved.attempt, t_fail))
     return max(0, t_fail - since)

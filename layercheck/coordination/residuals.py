@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from layercheck.coordination.facts import Version, VersionKey, saves_of
 from layercheck.coordination.lineage import ENDLESS
-from layercheck.manifest import Commit, ResidualPlan
+from layercheck.manifest import Commit, PlannedSave
 
 BaseKey = tuple[str, int, int]
 """(layer, step, attempt) of a version."""
@@ -41,10 +41,10 @@ def has_newer_bad(
     return of_version is not None and of_version.key in bad
 
 
-def planned(residual: Version | None) -> ResidualPlan | None:
+def planned(residual: Version | None) -> PlannedSave | None:
     """As a plan names it."""
     if residual is None:
         return None
-    return ResidualPlan(
+    return PlannedSave(
         step=residual.event.step, attempt=residual.event.attempt, shards=tuple(residual.shards)
     )

@@ -22,7 +22,7 @@ import xxhash
 
 from layercheck.errors import DamagedShardError, StorageError
 from layercheck.layers import ParamSpec
-from layercheck.manifest import BadShard, LayerPlan, ResidualPlan, ShardRecord
+from layercheck.manifest import BadShard, LayerPlan, PlannedSave, ShardRecord
 from layercheck.persistence.bases import BaseCopies
 from layercheck.persistence.damage import is_damage
 from layercheck.persistence.quantise import Floats
@@ -154,7 +154,7 @@ class Fetcher:
     def _add_residual(
         self,
         plan: LayerPlan,
-        residual: ResidualPlan,
+        residual: PlannedSave,
         wanted: Sequence[Wanted],
         weights: dict[str, Floats],
     ) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from layercheck.errors import VaultError
-from layercheck.manifest import BadShard, LayerPlan, MemoryPlan
+from layercheck.manifest import BadShard, LayerPlan, PlannedSave
 from layercheck.memory import segment
 from layercheck.memory.held import Held
 from layercheck.memory.reader import MemoryFirst, OwnCopy, PeerCopy
@@ -123,7 +123,7 @@ def test_the_version_in_memory_is_loaded_in_place_of_that_in_the_storage(
     size = store.storage.size(file)
     assert size is not None
     store.storage.delete(file)
-    plan = old.model_copy(update={"memory": MemoryPlan(step=8, attempt=1, shards=new.shards)})
+    plan = old.model_copy(update={"memory": PlannedSave(step=8, attempt=1, shards=new.shards)})
     reader = MemoryFirst(store.storage, {file: [OwnCopy(str(path), size)]})
     found = fetch(reader, plan, store)
     check(found, store, 8)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from layercheck.errors import VaultError
-from layercheck.manifest import MemoryPlan, RecoveryPlan
+from layercheck.manifest import PlannedSave, RecoveryPlan
 from layercheck.memory import tier as module
 from layercheck.memory.held import Held
 from layercheck.memory.reader import OwnCopy, PeerCopy
@@ -100,7 +100,7 @@ def _plan(tmp_path: Any) -> RecoveryPlan:
     store = shelf(tmp_path, {"a": ((4,),), "b": ((4,),)})
     first, second = (store.put(layer, 3, 1) for layer in store.run.layer_map.layers)
     rows = tuple(row.model_copy(update={"file": memory_event(5).shard_file(0)}) for row in first.shards)
-    newer = first.model_copy(update={"memory": MemoryPlan(step=5, attempt=1, shards=rows)})
+    newer = first.model_copy(update={"memory": PlannedSave(step=5, attempt=1, shards=rows)})
     return plan_of((newer, second))
 
 

@@ -13,7 +13,7 @@ from layercheck.coordination import commit_file, history, journal
 from layercheck.coordination.audit import audit
 from layercheck.coordination.plan import PlanRequest, make_plan
 from layercheck.coordination.scrub_order import live_shards
-from layercheck.manifest import BadShard, Commit, EventId, LayerPlan, RecoveryPlan, ResidualPlan, ShardRecord
+from layercheck.manifest import BadShard, Commit, EventId, LayerPlan, PlannedSave, RecoveryPlan, ShardRecord
 from layercheck.persistence.bases import BaseCopies
 from layercheck.persistence.quantise import Code, dequantise, quantise
 from layercheck.persistence.shard_file import ResidualMeta, ShardAbout, ShardTensor, SliceMeta, layout
@@ -227,7 +227,7 @@ def put_residual(store: Shelf, plan: LayerPlan, step: int, world_size: int, code
                 kind="residual", base_step=plan.step, base_attempt=plan.attempt,
             )
         )  # fmt: skip
-    return plan.model_copy(update={"residual": ResidualPlan(step=step, attempt=2, shards=tuple(shards))})
+    return plan.model_copy(update={"residual": PlannedSave(step=step, attempt=2, shards=tuple(shards))})
 
 
 @pytest.mark.parametrize("bits", [4, 8])

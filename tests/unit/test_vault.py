@@ -6,51 +6,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from layercheck.errors import FencedError, VaultError
 from layercheck.manifest import EventId
 from layercheck.memory import folders, segment
-from tests.fakes import FaultyStorage, SlowStorage, flip_bit
+from tests.fakes import SlowStorage, flip_bit
 from tests.vaults import (
     HEADER,
+    LAYERS,
     NEXT,
     TOKEN,
+    Node,
     Told,
     claim,
     content,
     die,
+    event,
     make_vault,
     memory_event,
     rank_of,
+    whole,
 )
-
-LAYERS = ("a", "b", "c")
-
-
-def event(step: int, attempt: int = 1) -> EventId:
-    return EventId(step=step, attempt=attempt)
-
-
-class Node:
-    """A vault with a store and whoever is told."""
-
-    def __init__(self, tmp: Path, budget: int = 10**7) -> None:
-        self.tmp, self.budget = tmp, budget
-        self.storage, self.told = FaultyStorage(str(tmp / "store")), Told()
-        claim(self.storage)
-        self.vault = make_vault(tmp, self.storage, self.told, budget)
-        self.rank = rank_of(self.vault, self.storage, self.told)
-
-    def restart(self) -> None:
-        die(self.vault)
-        self.vault = make_vault(self.tmp, self.storage, self.told, self.budget)
-        self.rank = rank_of(self.vault, self.storage, self.told)
-
-    @property
-    def left(self) -> list[str]:
-        return os.listdir(self.tmp / "shm")
 
 
 @pytest.fixture
@@ -58,10 +34,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path)
     yield made
     die(made.vault)
-
-
-def whole(step: int, layers: tuple[str, ...] = LAYERS) -> bytes:
-    return HEADER + content(layers, step)[1]
 
 
 # ----------------------------------------------------------------------------------- sealed means written
@@ -360,47 +332,3 @@ def test_a_child_that_outlives_a_vault_does_not_keep_its_folder(tmp_path: Path) 
     finally:
         os.write(tell, b"x")
         assert os.waitpid(child, 0)[1] == 0
-
-
-MOVES = st.lists(
-    st.tuples(
-        st.sampled_from(["memory", "storage", "torn", "vault dies", "worker dies"]),
-        st.sets(st.sampled_from(LAYERS), min_size=1),
-    ),
-    max_size=25,
-)
-
-
-@settings(max_examples=30, deadline=None)
-@given(moves=MOVES)
-def test_after_any_deaths_the_newest_sealed_copy_of_each_layer_is_there_and_in_the_end_nothing(
-    moves: list[tuple[str, set[str]]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    node = Node(tmp_path_factory.mktemp("node"), budget=100_000)
-    newest: dict[str, int] = {}
-    stored: list[EventId] = []
-    for step, (move, chosen) in enumerate(moves, start=1):
-        layers = tuple(sorted(chosen))
-        if move == "vault dies":
-            node.restart()
-        elif move == "worker dies":
-            node.rank = rank_of(node.vault, node.storage, node.told)
-        elif move == "torn":
-            node.rank.write(memory_event(step), layers)
-        else:
-            made = memory_event(step) if move == "memory" else event(step)
-            node.rank.stage(made, layers)
-            newest |= dict.fromkeys(layers, step)
-            stored += [made] if move == "storage" else []
-        assert node.vault.used_bytes <= node.budget
-    held = node.vault.settle(NEXT, 5.0)
-    found = {layer: max(h.event.step for h in held if layer in h.layers) for h in held for layer in h.layers}
-    assert found == newest
-    for made in stored:
-        assert (made, 0) in node.told.recorded
-        assert node.storage.size(made.shard_file(0))
-    for one in held:
-        data = node.vault.read(one.file, 0, one.nbytes)
-        assert data == whole(one.event.step, tuple(sorted(one.layers)))
-    node.vault.end(None)
-    assert node.left == []
