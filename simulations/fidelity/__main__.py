@@ -2,10 +2,11 @@
 
 A small model is trained from scratch by the app, then fine-tuned on other text: without failures, and with
 recoveries from real composites, seed by seed. Writes `fidelity.json`, a table and pictures.
-`heatmap`: drift of each layer over a run; `cascade`: three recoveries at the oldest moments, and a control
-with ages ten times larger; `thresholds`: one recovery at three K; `benchmarks`: scores; `selection`: drift,
-round-robin, random at equal bytes; `moments`: keep, scale or zero a stale first moment. Nothing is
-downloaded. With one `--runs` folder the experiments share the runs that they have in common.
+`heatmap`: drift of each layer over a run; `cascade`: three recoveries where versions are oldest in a run of
+the first seed, at the same steps for all seeds, and a control with ages ten times larger; `thresholds`: one
+such recovery at three K; `benchmarks`: scores; `selection`: drift, round-robin, random at equal bytes;
+`moments`: keep, scale or zero a stale first moment. Nothing is downloaded. With one `--runs` folder the
+experiments share the runs that they have in common.
 """
 
 # ruff: noqa: T201

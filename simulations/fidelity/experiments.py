@@ -1,7 +1,9 @@
 """[pure] The experiments: their arms, where each arm fails, and the runs that follow from both.
 
 All runs of one model and one seed are the same training until something fails: a session changes nothing. So
-a run without failures under the settings of an arm (its scout) says when that arm's versions are oldest.
+a run without failures under the settings of an arm (its scout) says when that arm's versions are oldest. The
+scout has the first seed, and the runs of all seeds fail after its steps: the versions of another seed may be
+oldest some steps off.
 """
 
 import random
@@ -46,7 +48,8 @@ class Arm:
 
     Attributes:
         checkpoint: settings of the session.
-        when: failures come at the greatest size-weighted age of each window, of all of them, or anywhere.
+        when: failures come at the greatest size-weighted age of each window, of all of them, or anywhere;
+            the age is that of the scout.
         equal_bytes_to: arm whose bytes this one is to write, by its `target_interval`.
     """
 
@@ -116,7 +119,7 @@ ARMS: dict[str, tuple[Arm, ...]] = {
 
 
 def failures_of(arm: Arm, scout: Outcome, seed: int) -> tuple[int, ...]:
-    """The steps after which a run of this arm loses everything."""
+    """The steps after which a run of this arm loses everything; the seed matters to drawn ones alone."""
     steps = scout.spec.length.steps
     windows = [range(round(begin * steps), round(end * steps) + 1) for begin, end in WINDOWS]
     if arm.when == "three_drawn":

@@ -30,7 +30,8 @@ def markdown(content: Mapping[str, Any]) -> str:
         *_table(_LOSS_HEAD, [_loss_row(name, arm) for name, arm in content["arms"].items()]),
         "",
         "Deviations are of the final held-out loss, paired by seed; +-: standard error. Jump: rise of the "
-        "loss at a recovery.",
+        "loss at a recovery. Failures that come at the greatest age come at that of seed "
+        f"{conditions['failures_chosen_on_seed']}, after the same steps in the runs of all seeds.",
         "",
         *_table(_SCORE_HEAD, [_score_row(name, content) for name in content["arms"]]),
         "",

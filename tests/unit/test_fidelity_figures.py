@@ -13,6 +13,7 @@ from layercheck.errors import ConfigError
 from simulations.fidelity import figures
 from simulations.fidelity.__main__ import main
 from simulations.fidelity.experiments import ARMS, CHECKPOINT, FULL, QUICK, Arm, equalised, failures_of
+from simulations.fidelity.result import markdown
 from simulations.fidelity.run import Lab, Order, compare, run_experiment
 
 LENGTH = Length(base_steps=1, steps=100, every=25, last_every=2, num_last=3, train_rows=10, held_out_rows=4)
@@ -195,7 +196,9 @@ class KnownLab(Lab):
     def _outcome(self, spec: RunSpec) -> Outcome:
         each = 0.1 if spec.checkpoint["s_max"] > 100 else 0.01
         loss = 3.0 + 0.05 * spec.seed + each * len(spec.failures)
-        return outcome((loss,) * 3, spec=spec, recoveries=tuple(recovery(step) for step in spec.failures))
+        ages = tuple(float((step + 3 * spec.seed) % 10) for step in range(100))  # oldest elsewhere by seed
+        recoveries = tuple(recovery(step) for step in spec.failures)
+        return outcome((loss,) * 3, spec=spec, ages=ages, recoveries=recoveries)
 
 
 def test_a_cascade_is_compared_with_the_runs_of_its_seeds(tmp_path: Path) -> None:
@@ -210,6 +213,15 @@ def test_a_cascade_is_compared_with_the_runs_of_its_seeds(tmp_path: Path) -> Non
     assert content["worse_than_the_first_arm"] == {"control, ages x 10": True}
     assert list(curves) == ["without failures", "composite", "control, ages x 10"]
     assert all(len(spec.failures) in (0, 3) for spec in lab.made)
+
+
+def test_all_seeds_fail_where_the_first_ones_versions_are_oldest(tmp_path: Path) -> None:
+    lab = KnownLab(tmp_path)
+    content, _ = compare(lab, Order("cascade", tmp_path, tmp_path, 3, LENGTH))
+    failing = {(spec.seed, spec.failures) for spec in lab.made if spec.failures}
+    assert failing == {(seed, (30, 50, 70)) for seed in range(3)}
+    assert content["conditions"]["failures_chosen_on_seed"] == 0
+    assert "at that of seed 0, after the same steps in the runs of all seeds" in markdown(content)
 
 
 def test_the_command_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
