@@ -74,6 +74,7 @@ PURE = {
     "simulations.engines.reference",
     "simulations.engines.segments",
     "simulations.failures",
+    "simulations.fidelity.checks",
     "simulations.fidelity.experiments",
     "simulations.fidelity.figures",
     "simulations.fidelity.result",

@@ -39,6 +39,9 @@ def markdown(content: Mapping[str, Any]) -> str:
         "",
         *[f"- {'yes' if held else '**no**'}: {text}" for text, held in content["verdicts"].items()],
     ]
+    if ratios := content["byte_ratios"]:
+        lines += ["", "Bytes written without failures, over those of the arm that they are to equal:", ""]
+        lines += [f"- {name}: {ratio:.3f}" for name, ratio in ratios.items()]
     if worse := content["worse_than_the_first_arm"]:
         lines += ["", f"Worse than `{content['arm']}` by more than two standard errors:", ""]
         lines += [f"- {name}: {'yes' if held else 'no'}" for name, held in worse.items()]

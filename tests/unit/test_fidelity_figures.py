@@ -9,7 +9,7 @@ import pytest
 
 from app.measure.fidelity.spec import Length, Outcome, Recovery, RunSpec
 from layercheck.config import parse_config
-from layercheck.errors import ConfigError
+from layercheck.errors import ConfigError, LayerCheckError
 from simulations.fidelity import figures
 from simulations.fidelity.__main__ import main
 from simulations.fidelity.experiments import ARMS, CHECKPOINT, FULL, QUICK, Arm, equalised, failures_of
@@ -209,10 +209,61 @@ def test_a_cascade_is_compared_with_the_runs_of_its_seeds(tmp_path: Path) -> Non
         np.mean([0.03 / (2 - 0.05 * s) for s in range(3)])
     )
     assert content["lost_steps"] == [12.0] * 3
-    assert content["scouts_train_bit_for_bit_alike"]
     assert content["worse_than_the_first_arm"] == {"control, ages x 10": True}
     assert list(curves) == ["without failures", "composite", "control, ages x 10"]
     assert all(len(spec.failures) in (0, 3) for spec in lab.made)
+
+
+class SettingsChangeTraining(KnownLab):
+    """What must not be: the control's settings move one loss in its last bit."""
+
+    def _outcome(self, spec: RunSpec) -> Outcome:
+        found = super()._outcome(spec)
+        if spec.checkpoint["s_max"] <= 100:
+            return found
+        *before, (step, loss) = found.evaluations
+        return found.model_copy(update={"evaluations": (*before, (step, float(np.nextafter(loss, 9))))})
+
+
+def test_settings_that_change_the_training_are_an_error_before_anything_fails(tmp_path: Path) -> None:
+    lab = SettingsChangeTraining(tmp_path)
+    with pytest.raises(
+        LayerCheckError, match=r"'control, ages x 10', seed 0: .* step 100 is 3\.0000000000000004"
+    ):
+        compare(lab, Order("cascade", tmp_path, tmp_path, 2, LENGTH))
+    assert not [spec for spec in lab.made if spec.failures]
+
+
+class Writes(KnownLab):
+    """Bytes by a law of the interval, another one for `drift`."""
+
+    def __init__(self, folder: Path, power: float) -> None:
+        super().__init__(folder)
+        self._power = power
+
+    def _outcome(self, spec: RunSpec) -> Outcome:
+        written = 1e6 / spec.checkpoint["target_interval"] ** self._power
+        drift = spec.checkpoint.get("selection") == "drift"
+        return (
+            super()._outcome(spec).model_copy(update={"bytes_written": 10_000 if drift else round(written)})
+        )
+
+
+def test_equal_bytes_are_measured_and_said(tmp_path: Path) -> None:
+    order = Order("selection", tmp_path, tmp_path, 2, LENGTH)
+    content, _ = compare(Writes(tmp_path, 1.4), order)  # 1.51, then 0.85, then 1.07 of the bytes
+    ratios = content["byte_ratios"]
+    assert len(ratios) == 4
+    assert all(0.9 <= ratio <= 1.1 and ratio != 1 for ratio in ratios.values())
+    name, ratio = next(iter(ratios.items()))
+    assert f"- {name}: {ratio:.3f}" in markdown(content)
+
+
+def test_bytes_that_cannot_be_made_equal_are_an_error(tmp_path: Path) -> None:
+    lab = Writes(tmp_path, 0.0)
+    with pytest.raises(LayerCheckError, match=r"writes 100\.000 of the bytes .* allowed is 0\.9 to 1\.1"):
+        compare(lab, Order("selection", tmp_path, tmp_path, 2, LENGTH))
+    assert not [spec for spec in lab.made if spec.failures]
 
 
 def test_all_seeds_fail_where_the_first_ones_versions_are_oldest(tmp_path: Path) -> None:
