@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from app.baselines.settings import WRITE_LOCAL_FILES, BaselineSettings, Method
 from app.model_config import ModelConfig
-from app.section import Place, PlaceOrName, Section
+from app.section import FileOrName, Place, Section
 from layercheck.config import LayerCheckConfig, describe
 from layercheck.errors import ConfigError
 
@@ -49,7 +49,7 @@ class RunConfig(Section):
 class DataConfig(Section):
     """What to train on."""
 
-    source: PlaceOrName = "bundled"
+    source: FileOrName = "bundled"
     """`bundled` (the language reference of this Python), a `.jsonl` or `.parquet` file, or a hub id."""
     schema_: Literal["auto", "openthoughts", "medqa", "medqa_hf", "bigbio_qa"] = Field("auto", alias="schema")
     """Of the rows; `auto` looks at the columns."""
@@ -70,7 +70,7 @@ class DataConfig(Section):
     cache: Place | None = None
     """Folder for the tokenised data, seen by all ranks. Default: `<storage>/<run>/data`."""
     wait_s: float = Field(1800, gt=0)
-    """How long ranks wait for rank 0 to tokenise."""
+    """How long ranks wait for rank 0 to tokenise or to look at the source, and a step for its data."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -169,6 +169,12 @@ def _hub(data: DataConfig) -> Any:
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
+    if Path(data.source).is_dir():
+        raise ConfigError(
+            f"data.source={data.source!r} is a folder in {Path.cwd()}, which `datasets` would read in place "
+            "of the hub's data set: start from elsewhere, or name a .jsonl or .parquet file in it",
+            path=data.source,
+        )
     try:
         return load_dataset(data.source, split=data.split, streaming=data.streaming)
     except (DatasetNotFoundError, ConnectionError, FileNotFoundError, ValueError) as error:

@@ -112,7 +112,7 @@ def _kind(node: ast.expr) -> str:
     text = ast.unparse(node).replace("'", '"').replace(" | None", "").replace("Any", "value")
     if "Annotated" in text:
         text = "dict[str, number > 0]"
-    text = {"Place": "str", "PlaceOrName": "str"}.get(text, text)
+    text = {"Place": "str", "PlaceOrName": "str", "FileOrName": "str"}.get(text, text)
     if text == "Method":
         from app.baselines.settings import Method
 

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from app.config import CONFIGS, Config, load_config, parse
+from app.sources import check_source
 from layercheck.errors import ConfigError
 
 
@@ -131,3 +132,34 @@ def test_a_configuration_means_the_same_places_wherever_it_is_read(
 def test_a_name_of_the_hub_is_not_taken_for_a_path() -> None:
     config = load_config("tiny", ["data.source=some/set", "model.path=some/model", "model.config=null"])
     assert (config.data.source, config.model.path) == ("some/set", "some/model")
+
+
+def test_what_is_called_like_a_folder_here_keeps_its_meaning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("some/set", "bundled", "chatml", "own"):
+        (tmp_path / name).mkdir(parents=True)
+    names = ["model.tokenizer=bundled", "model.chat_template=chatml"]
+    for source in ("some/set", "bundled"):
+        config = load_config("tiny", [f"data.source={source}", *names])
+        assert config.data.source == source
+        assert (config.model.tokenizer, config.model.chat_template) == ("bundled", "chatml")
+    with pytest.raises(ConfigError, match=r"'some/set' is a folder in .* of the hub's"):
+        check_source(load_config("tiny", ["data.source=some/set"]).data)
+    # A model's folder is as good as its name, and transformers takes the folder first.
+    assert load_config("tiny", ["model.tokenizer=own"]).model.tokenizer == f"{tmp_path}/own"
+
+
+@pytest.mark.parametrize("key", ["data.source", "model.path", "model.tokenizer", "model.chat_template"])
+def test_a_file_uri_is_a_path_where_a_name_may_stand_too(key: str) -> None:
+    config = load_config("tiny", ["model.config=null", "model.path=x", f"{key}=file:///data/there"])
+    section, name = key.split(".")
+    assert getattr(getattr(config, section), name) == "/data/there"
+
+
+@pytest.mark.parametrize("value", ["''", "' '", "file://"])
+@pytest.mark.parametrize("key", ["run.storage", "data.cache", "data.source", "model.tokenizer"])
+def test_no_path_is_not_the_working_directory(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}='.*': it is empty"):
+        load_config("tiny", [f"{key}={value}"])
