@@ -30,6 +30,11 @@ class Window:
 class StepSource(Protocol):
     """What knows the sequences of a step."""
 
+    @property
+    def where(self) -> str:
+        """What is read, with the setting that names it, for an error."""
+        ...
+
     def window(self, step: int) -> Window:
         """Those of one step."""
         ...
@@ -41,6 +46,11 @@ class Ordered:
 
     dataset: Dataset
     order: Order
+
+    @property
+    def where(self) -> str:
+        """See `StepSource`."""
+        return "the folder of the tokenised data (data.cache)"
 
     def window(self, step: int) -> Window:
         """The sequences that the order gives a step."""
@@ -106,8 +116,8 @@ class StepLoader:
             data = future.result(self._wait_s)
         except TimeoutError:
             raise StorageError(
-                f"the data of step {step} was not read within data.wait_s={self._wait_s:g} s: look after the "
-                "folder of the tokenised data (data.cache), or raise it",
+                f"the data of step {step} was not read within data.wait_s={self._wait_s:g} s: look after "
+                f"{self._source.where}, or raise it",
                 step=step,
             ) from None
         self._ahead, self.position = None, data.position

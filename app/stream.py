@@ -57,6 +57,11 @@ class Stream:
         """What the next step begins with, as far as it was read already."""
 
     @property
+    def where(self) -> str:
+        """See `StepSource`."""
+        return f"data.source={self._config.data.source!r}, which is read while the run goes"
+
+    @property
     def counts(self) -> dict[str, int]:
         """What happened to the conversations that were read since `seek`."""
         return asdict(self._counts)

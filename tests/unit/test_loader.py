@@ -86,7 +86,7 @@ def test_an_error_of_the_reading_thread_is_raised_by_the_step_that_needs_it() ->
 def test_a_read_that_hangs_is_one_error_that_names_step_and_knob() -> None:
     release = threading.Event()
     reads = loader(Data(lambda _: release.wait(20) and None), wait_s=0.05)
-    with pytest.raises(StorageError, match=r"data of step 3 .*data\.wait_s=0\.05"):
+    with pytest.raises(StorageError, match=r"data of step 3 .*data\.wait_s=0\.05 s: .*\(data\.cache\), or"):
         reads.take(3)
     reads.close()
     release.set()

@@ -5,14 +5,15 @@ import logging
 import re
 from collections import Counter
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
 from app.config import Config, parse
-from app.loader import StepLoader
+from app.loader import StepLoader, Window
 from app.stream import Stream, open_stream
-from layercheck.errors import ConfigError
+from layercheck.errors import ConfigError, StorageError
 
 NUM_ROWS, BATCH = 50, 4
 
@@ -201,6 +202,25 @@ def test_a_line_that_is_not_json_is_an_error_that_names_the_source(cache: Path, 
     stream.seek(1, None)
     with pytest.raises(ConfigError, match=r"bad\.jsonl' cannot be read"):
         take(loader(stream), 1, 3)
+
+
+def test_a_stream_that_stalls_is_an_error_that_names_its_source(source: Path, cache: Path) -> None:
+    answers = Event()
+
+    class Stalls(Stream):
+        def window(self, step: int) -> Window:
+            answers.wait(20)
+            raise AssertionError(f"step {step} is not waited for any more")
+
+    opened = open_stream(config(source, cache))
+    stream = Stalls(opened._config, opened.tokenizer, opened._open)
+    reads = StepLoader(stream, rank=0, world_size=1, micro_batch=1, last_step=9, wait_s=0.05)
+    with pytest.raises(StorageError) as caught:
+        reads.take(1)
+    assert f"within data.wait_s=0.05 s: look after data.source='{source}'" in str(caught.value)
+    assert "data.cache" not in str(caught.value)
+    reads.close()
+    answers.set()
 
 
 @pytest.mark.parametrize(
