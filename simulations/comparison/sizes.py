@@ -15,20 +15,28 @@ def read_comparisons(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """`comparison.json` of each folder, the smallest model first.
 
     Raises:
-        ConfigError: there is none, it is of another format, or two are of the same size.
+        ConfigError: there is none, it is of another format, two are of the same size, or one has other
+            regimes than the first.
     """
     found: dict[str, dict[str, Any]] = {}
+    regimes: list[str] = []
     for folder in folders:
         path = folder / "comparison.json"
         try:
             content = json.loads(path.read_text())
             version, size = content["format_version"], content["size"]
+            number, names = float(content["parameters"]), sorted(dict(content["regimes"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"--from {folder}: {path} cannot be read ({error!r})") from None
         if version != FORMAT_VERSION:
             raise ConfigError(f"--from {folder}: format_version {version}, known is {FORMAT_VERSION}")
         if size in found:
             raise ConfigError(f"--from {folder}: a comparison of size {size!r} is there already")
+        if number <= 0:
+            raise ConfigError(f"--from {folder}: {path} says parameters={number:g}")
+        regimes = regimes or names
+        if names != regimes:
+            raise ConfigError(f"--from {folder}: it has the regimes {names}, --from {folders[0]} {regimes}")
         found[size] = content
     return sorted(found.values(), key=lambda content: float(content["parameters"]))
 

@@ -43,6 +43,25 @@ def test_a_comparison_that_cannot_be_shown_is_refused(tmp_path: Path) -> None:
         read_comparisons([tmp_path / "nowhere"])
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"regimes": {"own": {}}}, r"--from .*/b: it has the regimes \['own'\], --from .*/a \['.*own"),
+        ({"regimes": 3}, r"--from .*/b: .*comparison\.json cannot be read"),
+        ({"parameters": None}, r"--from .*/b: .*comparison\.json cannot be read"),
+        ({"parameters": 0}, r"--from .*/b: .* says parameters=0"),
+    ],
+)
+def test_comparisons_that_do_not_fit_together_are_one_error_that_names_the_folder(
+    tmp_path: Path, changed: dict[str, Any], words: str
+) -> None:
+    folders = [_measured(tmp_path / "a", "small", 6), _measured(tmp_path / "b", "large", 9)]
+    path = folders[1] / "comparison.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(ConfigError, match=words):
+        read_comparisons(folders)
+
+
 def test_a_footprint_has_the_figures_of_its_block() -> None:
     found = Footprint.of("bundled", 10.0, ours(0))
     assert (found.bytes_written, found.events, found.layer_writes) == (FULL // 2, 5, 5)
