@@ -14,7 +14,7 @@ from typing import Any
 from app.config import load_config
 from app.measure import regime
 from app.measure.timed_runs import TimedRuns
-from layercheck.errors import ConfigError
+from layercheck.errors import ConfigError, LayerCheckError
 from simulations.comparison.arms import Arm
 from simulations.comparison.block import Block
 from simulations.comparison.read import read_block
@@ -55,9 +55,17 @@ class Footprint:
 
     @classmethod
     def of(cls, data: str, k_per_lr: float, block: Block) -> "Footprint":
-        """From the block of a run of LayerCheck."""
+        """From the block of a run of LayerCheck.
+
+        Raises:
+            LayerCheckError: the block is of a run that was not measured to its end, or of another method.
+        """
         written = block.written
-        assert written is not None
+        if written is None:
+            raise LayerCheckError(
+                f"{data}, K = {k_per_lr:g} lr: the block of arm {block.arm} ({block.method}) says nothing of "
+                "what was written"
+            )
         mean = written.nbytes / written.events if written.events else 0.0
         return cls(
             data,
@@ -147,7 +155,7 @@ def _arm(k_per_lr: float, window: int) -> Arm:
 def _run(runs: TimedRuns, config: Path, folder: Path, arm: Arm, name: str, source: str) -> Block:
     data = (f"data.source={source}", f"data.cache={folder.parent.parent / 'data' / name}")
     settings = (*arm.settings, *data, f"train.steps={arm.steps}")
-    load_config(str(config), settings)
+    load_config(str(config), settings)  # a wrong file is one error here; from the ranks it is a traceback
     block = read_block(arm, 0, runs.run(folder.absolute(), folder.name, settings, arm.steps), 0.0)
     shutil.rmtree(folder / "storage")
     return block

@@ -1,14 +1,17 @@
 """Comparisons side by side, and the storage at several thresholds, on blocks known by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.config import load_config
-from layercheck.errors import ConfigError
-from simulations.comparison.footprint import Footprint, data_sets, footprint_table, k_arms
+from app.measure import regime
+from layercheck.errors import ConfigError, LayerCheckError
+from simulations.comparison import footprint
+from simulations.comparison.footprint import K_PER_LR, Footprint, data_sets, footprint_table, k_arms
 from simulations.comparison.result import comparison
 from simulations.comparison.sizes import draw_sizes, read_comparisons
 from tests.unit.test_comparison import ABOUT, BLOCKS, FULL, ours
@@ -67,6 +70,20 @@ def test_a_footprint_has_the_figures_of_its_block() -> None:
     assert (found.bytes_written, found.events, found.layer_writes) == (FULL // 2, 5, 5)
     assert (found.mean_event_bytes, found.mean_interval, found.full_bytes) == (FULL / 10, 20.0, FULL)
     assert footprint_table([found])[-1].startswith("| bundled | 10 | 10 | 0.000 | 5 |")
+    with pytest.raises(LayerCheckError, match=r"bundled, K = 10 lr: the block of arm .* says nothing"):
+        Footprint.of("bundled", 10.0, replace(ours(0), written=None))
+
+
+def test_a_data_set_that_the_app_refuses_ends_before_a_rank_runs(tmp_path: Path) -> None:
+    class Never:
+        def run(self, *_: Any) -> None:
+            raise AssertionError("the ranks were asked")
+
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(regime.config(str(tmp_path), "layer", 1, "small").resolved()))
+    arm = k_arms(quick=True)[K_PER_LR[0]]
+    with pytest.raises(ConfigError, match=r"data\.source=''"):
+        footprint._run(Never(), config, tmp_path / "runs" / "one", arm, "one", "''")  # type: ignore[arg-type]
 
 
 def test_data_sets_are_named_after_their_files(tmp_path: Path) -> None:
