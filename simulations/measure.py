@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     for sig in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(sig, _leave)
     try:
+        _refuse_flags(options)
         result = _COMMANDS[options.what](options)
     except LayerCheckError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -47,16 +48,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("what", choices=list(_COMMANDS))
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
     parser.add_argument("--quick", action="store_true", help="fewer steps, 10 to 15 minutes")
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="of `methods`: some of them")
+    parser.add_argument("--methods", nargs="+", help=f"of `methods`: some of {' '.join(METHODS)}")
     parser.add_argument("--rounds", type=int, help="of `methods`: blocks of each arm (full: 3, quick: 1)")
     parser.add_argument("--size", choices=list(SIZES), help="of the model of `methods` and `footprint`")
-    parser.add_argument("--data", nargs="*", default=[], help="of `footprint`: files beside the bundled data")
+    parser.add_argument("--data", nargs="*", help="of `footprint`: files beside the bundled data")
     parser.add_argument(
-        "--from", nargs="*", default=[], type=Path, dest="folders", help="of `sizes`: folders of `methods`"
+        "--from", nargs="*", type=Path, dest="folders", help="of `sizes`: folders of `methods`"
     )
     parser.add_argument("--resume", action="store_true", help="of `methods`: run the blocks that are missing")
-    parser.add_argument("--seed", type=int, default=0, help="of `methods`: of the order of the blocks")
+    parser.add_argument("--seed", type=int, help="of `methods`: of the order of the blocks")
     return parser
+
+
+def _refuse_flags(options: argparse.Namespace) -> None:
+    """A flag that would do nothing is refused; of `what` and `--out` all make use."""
+    for name, value in vars(options).items():
+        if name in ("what", "out") or name in _FLAGS[options.what] or value is None or value is False:
+            continue
+        flag = "--from" if name == "folders" else f"--{name}"
+        raise ConfigError(f"{flag} means nothing with {options.what}: leave it out", flag=flag)
 
 
 def _saving(options: argparse.Namespace) -> dict[str, Any]:
@@ -68,9 +78,9 @@ def _saving(options: argparse.Namespace) -> dict[str, Any]:
 def _methods(options: argparse.Namespace) -> dict[str, Any]:
     order = order_of(
         options.out,
-        options.methods,
+        options.methods or METHODS,
         options.quick,
-        options.seed,
+        options.seed or 0,
         options.resume,
         options.rounds,
         options.size,
@@ -79,7 +89,7 @@ def _methods(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _footprint(options: argparse.Namespace) -> dict[str, Any]:
-    data = data_sets(options.data)
+    data = data_sets(options.data or [])
     return measure_footprint(options.out, data, options.quick, options.size, _say)
 
 
@@ -96,6 +106,12 @@ def _say(text: str) -> None:
 
 
 _COMMANDS = {"saving": _saving, "methods": _methods, "footprint": _footprint, "sizes": _sizes}
+_FLAGS = {
+    "saving": {"quick"},
+    "methods": {"quick", "methods", "rounds", "size", "resume", "seed"},
+    "footprint": {"quick", "size", "data"},
+    "sizes": {"folders"},
+}
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

@@ -14,6 +14,7 @@ from simulations.comparison import footprint
 from simulations.comparison.footprint import K_PER_LR, Footprint, data_sets, footprint_table, k_arms
 from simulations.comparison.result import comparison
 from simulations.comparison.sizes import draw_sizes, read_comparisons
+from simulations.measure import _COMMANDS, main
 from tests.unit.test_comparison import ABOUT, BLOCKS, FULL, ours
 
 
@@ -100,3 +101,41 @@ def test_each_threshold_is_a_configuration_of_the_app() -> None:
     for k, arm in k_arms(quick=True).items():
         settings = load_config("campaign", (*arm.settings, f"train.steps={arm.steps}")).checkpoint.settings
         assert (settings.k0_per_lr, settings.s_max) == (k, arm.window)
+
+
+@pytest.mark.parametrize(
+    ("line", "flag"),
+    [
+        ("saving --size small", "--size"),
+        ("saving --from a", "--from"),
+        ("footprint --methods none", "--methods"),
+        ("footprint --rounds 2", "--rounds"),
+        ("footprint --resume", "--resume"),
+        ("footprint --seed 0", "--seed"),
+        ("sizes --from a --seed 0", "--seed"),
+        ("sizes --from a --quick", "--quick"),
+        ("sizes --from a --data", "--data"),
+        ("methods --data x", "--data"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, flag: str
+) -> None:
+    what, *given = line.split()
+    monkeypatch.setitem(_COMMANDS, what, lambda options: {})  # it would measure for minutes
+    assert main([what, "--out", str(tmp_path / "out"), *given]) == 2
+    assert capsys.readouterr().err == f"error: {flag} means nothing with {what}: leave it out\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["saving --quick", "methods --methods none --rounds 1 --size tiny --resume --seed 3 --quick",
+     "footprint --size small --data x --quick", "sizes --from a"],
+)  # fmt: skip
+def test_flags_of_a_command_reach_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str) -> None:
+    what, *given = line.split()
+    given = [text.replace("tiny", next(iter(regime.SIZES))) for text in given]
+    seen: list[Any] = []
+    monkeypatch.setitem(_COMMANDS, what, lambda options: seen.append(options) or {})
+    assert main([what, "--out", str(tmp_path), *given]) == 0
+    assert len(seen) == 1
