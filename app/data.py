@@ -99,11 +99,23 @@ def from_rank_0(make: Callable[[], T], rank: int, wait_s: float) -> T:
             answer[0] = make()
         except (LayerCheckError, OSError) as error:
             answer[1] = error
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
-    dist.broadcast_object_list(answer, src=0, group=group)
+    dist.broadcast_object_list(answer, src=0, group=_short_lived_group(wait_s))
     if answer[1] is not None:
         raise answer[1]
     return answer[0]  # type: ignore[no-any-return]
+
+
+def from_every_rank(mine: T, wait_s: float) -> list[T]:
+    """What each rank has, in rank order, on all ranks. A collective."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return [mine]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine, group=_short_lived_group(wait_s))
+    return every
+
+
+def _short_lived_group(wait_s: float) -> Any:
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
 
 
 def data_folder(config: Config) -> Path:

@@ -106,6 +106,21 @@ def stream_fingerprint(data: DataConfig) -> str:
         return xxhash.xxh3_64_hexdigest(file.read(_BEGIN_BYTES))
 
 
+def seen_of_stream(data: DataConfig) -> str:
+    """What this process sees of the source of a stream, in words: equal where the rows are.
+
+    A file counts by its size and its beginning, a data set of the hub by its revision.
+    """
+    try:
+        if _is_file(data):
+            return f"a file of {Path(data.source).stat().st_size} bytes, beginning {stream_fingerprint(data)}"
+        from datasets import load_dataset_builder
+
+        return f"the revision {load_dataset_builder(data.source).hash}"
+    except Exception as error:  # of many libraries: what it was is the answer
+        return f"nothing ({type(error).__name__}: {error})"
+
+
 def _is_file(data: DataConfig) -> bool:
     return data.source.endswith((".jsonl", ".json", ".parquet")) or data.source.startswith(("/", "."))
 

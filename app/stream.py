@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from app.config import Config
-from app.data import data_folder, from_rank_0, in_memory
+from app.config import Config, DataConfig
+from app.data import data_folder, from_every_rank, from_rank_0, in_memory
 from app.loader import Position, Window
 from app.packing import Packed, fullest
-from app.sources import iterable_rows, read_row, reader_of, stream_fingerprint
+from app.sources import iterable_rows, read_row, reader_of, seen_of_stream, stream_fingerprint
 from app.tokens import Counts, Document, cut, load_tokenizer, tokenised
 from layercheck.errors import ConfigError
 
@@ -158,13 +158,26 @@ def open_stream(config: Config, rank: int = 0) -> Stream:
     """The stream of a run; rank 0 looks at its source first and builds the bundled tokenizer.
 
     Raises:
-        ConfigError: the source or the tokenizer cannot be used; the same error on every rank.
+        ConfigError: the source or the tokenizer cannot be used, or ranks see different sources; the same
+            error on every rank.
     """
     from_rank_0(lambda: _prepare(config), rank, config.data.wait_s)
+    _check_all_see_the_same(config.data, from_every_rank(seen_of_stream(config.data), config.data.wait_s))
     tokenizer = load_tokenizer(config, config.data_folder)
     if rank == 0:
         log.info("data: %s is read while the run goes", config.data.source)
     return Stream(config, tokenizer, lambda: iterable_rows(config.data))
+
+
+def _check_all_see_the_same(data: DataConfig, seen: list[str]) -> None:
+    """Every rank reads the rows itself and takes its part: of different rows none would be a batch."""
+    for rank, found in enumerate(seen):
+        if found != seen[0]:
+            raise ConfigError(
+                f"data.source={data.source!r}: rank {rank} sees {found}, and rank 0 {seen[0]}: each reads "
+                "the stream itself, so give all nodes the same (a shared folder, or equal copies)",
+                rank=rank,
+            )
 
 
 def _prepare(config: Config) -> None:

@@ -106,6 +106,7 @@ def measure_arms(rank: int, storage: str, regime: Regime) -> dict[str, Samples]:
         for name in order.permutation(ARMS):
             arms[str(name)].step(step, measured=step > warmup)
     for name, arm in arms.items():
+        arm.job.loader.close()
         arm.samples.thread_cpu_s = _thread_cpu_s(arm) - cpu_s[name]
         if arm.session is not None:
             arm.session.close()

@@ -69,6 +69,7 @@ def measure_drift(rank: int, storage: str, regime: Regime) -> DriftPairs:
         if step >= _FIRST_STEP and (step - _FIRST_STEP) % int(CHECKPOINT["target_interval"]) == 0:
             for meter in distances:
                 meter.take(step, layers)
+    job.loader.close()
     embeddings = {layer.name for layer in zero3.layer_map.trainable if layer.kind == "embedding"}
     path = [pair for name in layers for pair in _compared(reports, name)]
     of_embeddings = [pair for name in sorted(embeddings) for pair in _compared(reports, name)]

@@ -1,6 +1,8 @@
 """Frozen parts: written once or only hashed, bit-equal after a recovery onto other random values (I11)."""
 
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 
-from layercheck.errors import StoreMismatchError
+from layercheck.errors import LayerCheckError, StoreMismatchError
 from tests import micro
 from tests.harness import run_ranks
 from tests.integration.ranks import open_session
@@ -54,7 +56,50 @@ def _wrong_sources(engine: Any, storage: str, weights: dict[str, Any]) -> list[s
     errors.append(_refused(engine, storage, frozen="source"))
     _load(zero3, weights)
     errors.append(_refused(engine, storage))
-    return errors
+    return [*errors, *_unreadable(zero3)]
+
+
+def _unreadable(zero3: Any) -> list[str]:
+    """What a rank is told if rank 1 cannot read a layer, at once or later; then its log lines."""
+    from layercheck.recovery.frozen import frozen_hashes
+
+    told = [_told(zero3, spared) for spared in (0, len(zero3.slices["layers.1.frozen"]))]
+    lines, logger = _Lines(), logging.getLogger("layercheck.recovery.frozen")
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    frozen_hashes(zero3)
+    logger.removeHandler(lines)
+    return [*told, "\n".join(lines.said)]
+
+
+def _told(zero3: Any, spared: int) -> str:
+    import torch.distributed as dist
+
+    from layercheck.recovery.frozen import frozen_hashes
+
+    tensors, looks = zero3.tensors, 0
+
+    def failing(part: Any) -> Any:
+        nonlocal looks
+        looks += part.layer == "layers.1.frozen"
+        if dist.get_rank() == 1 and looks > spared:
+            raise OSError("bad address")
+        return tensors(part)
+
+    zero3.tensors = failing
+    with pytest.raises(LayerCheckError) as caught:
+        frozen_hashes(zero3)
+    zero3.tensors = tensors
+    return caught.value.message
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
 
 
 def _train_and_recover(storage: str, build: dict[str, Any], frozen: str) -> dict[str, Any]:
@@ -121,12 +166,16 @@ def test_i11_frozen_parts_are_written_once_and_recovered_bit_equal(
 def test_i11_of_frozen_parts_from_their_source_only_hashes_are_kept_and_checked(tmp_path: Path) -> None:
     storage, (build, frozen) = str(tmp_path / "store"), HALF
     results = run_ranks(2, tmp_path, _train_and_recover, storage, build, "source")
-    for result in results:
+    for rank, result in enumerate(results):
         _went_on_bit_equal(result)
-        other, one_bit, base = result["errors"]
+        other, one_bit, base, no_room, no_hash, said = result["errors"]
         assert "layer embed_tokens.frozen has other weights than run run began with" in other
         assert "'layer': 'layers.1.frozen'" in one_bit
         assert "run run with frozen='source', not 'base'" in base
+        why = ("another rank", "see its error") if rank == 0 else ("rank 1", "bad address")
+        assert no_room == f"{why[0]} cannot make room for the hashes of the frozen layers: {why[1]}"
+        assert no_hash == f"{why[0]} cannot hash the frozen layer layers.1.frozen: {why[1]}"
+        assert bool(re.search(r"hashing 3 frozen layers, 0\.00 GB\n.*hashed in .* s$", said)) == (rank == 0)
     assert _written(storage) == {}
     hashes = json.loads(Path(storage, "run/layercheck/run.json").read_text())["frozen_hashes"]
     assert hashes.keys() == {f"{name}.frozen" for name in frozen}

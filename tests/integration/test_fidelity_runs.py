@@ -1,6 +1,7 @@
 """A minute model is fine-tuned, fails and recovers: what the fidelity experiments are made of."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ JUST_SAVED = {"warmup_steps": 14, "warmup_full_every": 2}
 """The failure comes right after the full event that ends the warm-up: all ages are 0."""
 
 
+OLDER = {"target_interval": 8, "s_max": 32}
+
+
 def _runs(folder: str) -> dict[str, Any]:
     """Every kind of run on one base model."""
     from app.measure.fidelity import tuning
@@ -64,20 +68,56 @@ def _runs(folder: str) -> dict[str, Any]:
         "free": _spec(),
         "recovered": _spec(failures=(14, 19)),
         "zero": _spec(failures=(14, 19), moment="zero"),
+        "scale": _spec(failures=(14,), moment="scale"),
+        "scout": _spec().model_copy(update={"checkpoint": CHECKPOINT | OLDER}),
         "fresh": _spec(failures=(14,)).model_copy(update={"checkpoint": CHECKPOINT | JUST_SAVED}),
     }
     begun_with: list[Any] = []
-    original = tuning.open_session
+    treated: list[Any] = []
+    loaders: list[Any] = []
+    open_session, treat_moments = tuning.open_session, tuning.treat_moments
 
     def noting(job: Any, *args: Any) -> Any:
         begun_with.append(job.engine.optimizer.fp32_partitioned_groups_flat[0].detach().numpy().copy())
-        return original(job, *args)
+        loaders.append(job.loader)  # kept: a thread ends by itself once nobody holds its executor
+        return open_session(job, *args)
 
-    tuning.open_session = noting
+    def treating(engine: Any, ages: Any, how: Any) -> None:
+        before = _adam(engine)
+        treat_moments(engine, ages, how)
+        treated.append((how, ages, before, _adam(engine)))
+
+    tuning.open_session, tuning.treat_moments = noting, treating
     outcomes = tuning.run_specs(0, folder, list(names.values()), False)
     # One life of `free`, then the three of `recovered`.
     texts = Path(folder) / f"texts-{LENGTH.train_rows}-{LENGTH.held_out_rows}"
-    return dict(zip(names, outcomes, strict=True)) | {"begun with": begun_with[1:4], "texts": texts}
+    return dict(zip(names, outcomes, strict=True)) | {
+        "begun with": begun_with[1:4], "texts": texts, "treated": treated, "reading": _still_read(loaders)
+    }  # fmt: skip
+
+
+def _adam(engine: Any) -> list[tuple[str, dict[str, Any]]]:
+    """(layer, flat tensors by their names) of each sub-group, from DeepSpeed's own books."""
+    zero = engine.optimizer
+    return [
+        (
+            zero.param_groups[zero.sub_group_to_group_id[index]]["layer"],
+            {key: zero.optimizer.state[flat][key].numpy().copy() for key in ("exp_avg", "exp_avg_sq")}
+            | {"fp32": flat.detach().numpy().copy()},
+        )
+        for index, flat in enumerate(zero.fp32_partitioned_groups_flat)
+    ]
+
+
+def _still_read(loaders: list[Any]) -> list[str]:
+    """Threads of data that live on."""
+    import threading
+
+    assert loaders
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("data")]
+    for thread in threads:
+        thread.join(1)
+    return [thread.name for thread in threads if thread.is_alive()]
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +151,36 @@ def test_a_recovery_without_age_changes_nothing(runs: dict[str, Any]) -> None:
     assert runs["fresh"].evaluations == runs["free"].evaluations
 
 
-def test_the_first_moment_is_dropped_and_the_weights_are_not(runs: dict[str, Any]) -> None:
+def test_other_settings_train_bit_for_bit_alike_until_something_fails(runs: dict[str, Any]) -> None:
+    assert runs["scout"].evaluations == runs["free"].evaluations
+    assert runs["scout"].weighted_age != runs["free"].weighted_age
+    assert runs["scout"].accuracy == runs["free"].accuracy
+
+
+def test_stale_first_moments_are_dropped_or_not_and_the_weights_stay(runs: dict[str, Any]) -> None:
     keep, zero = runs["recovered"].recoveries[0], runs["zero"].recoveries[0]
     assert zero.loss_after == keep.loss_after
     assert dict(runs["zero"].evaluations)[24] != dict(runs["recovered"].evaluations)[24]
+
+
+@pytest.mark.parametrize(
+    ("how", "left"), [("keep", lambda age: 1.0), ("scale", lambda age: 0.9**age), ("zero", lambda age: 0.0)]
+)
+def test_each_layers_first_moment_is_treated_by_its_own_age(
+    runs: dict[str, Any], how: str, left: Callable[[int], float]
+) -> None:
+    treated = [one for one in runs["treated"] if one[0] == how]
+    assert any(len(set(ages.values())) > 1 for _, ages, _, _ in treated)
+    for _, ages, before, after in treated:
+        assert {layer for layer, _ in before} == set(ages)
+        for (layer, old), (_, new) in zip(before, after, strict=True):
+            assert np.abs(old["exp_avg"]).max() > 0
+            np.testing.assert_allclose(new["exp_avg"], old["exp_avg"] * left(ages[layer]), rtol=1e-6)
+            assert all((new[key] == old[key]).all() for key in ("exp_avg_sq", "fp32"))
+
+
+def test_no_life_of_a_run_leaves_its_reading_thread_behind(runs: dict[str, Any]) -> None:
+    assert runs["reading"] == []
 
 
 def test_the_next_life_has_another_model_before_it_recovers(runs: dict[str, Any]) -> None:

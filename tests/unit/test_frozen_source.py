@@ -1,9 +1,12 @@
 """`frozen: source`: a store that holds only hashes of what does not train (I11)."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import xxhash
 
 from layercheck.cli import main
 from layercheck.config import parse_config
@@ -13,8 +16,9 @@ from layercheck.coordination.status import summarize
 from layercheck.errors import ConfigError, LayerCheckError, StoreMismatchError
 from layercheck.manifest import RunRecord
 from layercheck.persistence.storage import LocalStorage
-from layercheck.recovery import install
+from layercheck.recovery import frozen, install
 from layercheck.tracking.ledger import Ledger
+from layercheck.zero3 import FROZEN as WEIGHT
 from tests.runs import LAYERS, Group, config, coordinator, layer_map, plan_of, run_record, start, steps
 
 FROZEN = ("lm_head.frozen", "adapters.frozen")
@@ -115,3 +119,76 @@ def test_a_store_of_hashes_is_not_exported(
 def test_another_word_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"frozen='hash'"):
         parse_config({"frozen": "hash"})
+
+
+class _Zero3:
+    """Two frozen layers of two bf16 parameters each, and one that trains, on one rank."""
+
+    rank, world_size, collective_device = 0, 1, torch.device("cpu")
+
+    def __init__(self, broken: str = "") -> None:
+        names = {"a.frozen": False, "b": True, "b.frozen": False}
+        layers = [SimpleNamespace(name=name, trainable=trains) for name, trains in names.items()]
+        self.layer_map = SimpleNamespace(layers=layers)
+        self.slices = {layer.name: [self._part(layer.name, n) for n in (5, 2)] for layer in layers}
+        self.broken, self.looks = broken, 0
+
+    def _part(self, layer: str, numel: int) -> Any:
+        return SimpleNamespace(
+            layer=layer, numel=numel, spec=SimpleNamespace(name=f"{layer}/{numel}", numel=numel)
+        )
+
+    def tensors(self, part: Any) -> dict[str, Any]:
+        self.looks += 1
+        if part.layer == self.broken and self.looks > 4:  # the first four say how much room there must be
+            raise OSError("bad address")
+        return {WEIGHT: torch.arange(part.numel, dtype=torch.bfloat16) + len(part.layer)}
+
+
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collectives of a group of one; sizes of what was gathered."""
+    seen: list[int] = []
+
+    def gather(sent: Any, parts: Any, dst: int) -> None:
+        seen.append(sent.numel())
+        parts[dst].copy_(sent)
+
+    group = SimpleNamespace(gather=gather, all_gather_object=lambda every, mine: every.__setitem__(0, mine))
+    monkeypatch.setattr(frozen, "dist", group)
+    monkeypatch.setattr(frozen, "count_over_ranks", lambda count, device: count)
+    return seen
+
+
+def test_i11_a_frozen_layer_is_hashed_whole_and_somebody_is_told(
+    gathers: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine: Any = _Zero3()
+    with caplog.at_level("INFO", frozen.__name__):
+        found = frozen.frozen_hashes(engine)
+    assert list(found) == ["a.frozen", "b.frozen"]
+    parts = [engine.tensors(part)[WEIGHT].view(torch.uint8) for part in engine.slices["a.frozen"]]
+    assert found["a.frozen"] == xxhash.xxh3_128_hexdigest(torch.cat(parts).numpy().data)
+    assert gathers == [10, 4, 10, 4]
+    assert [line.split(" in ")[0] for line in caplog.messages] == [
+        "frozen='source': hashing 2 frozen layers, 0.00 GB", "frozen='source': hashed"
+    ]  # fmt: skip
+
+
+def test_a_rank_that_cannot_read_a_frozen_layer_leaves_with_the_others(gathers: list[int]) -> None:
+    with pytest.raises(
+        LayerCheckError, match=r"rank 0 cannot hash the frozen layer a\.frozen: bad"
+    ) as caught:
+        frozen.frozen_hashes(_Zero3("a.frozen"))  # type: ignore[arg-type]
+    assert isinstance(caught.value.__cause__, OSError)
+    assert gathers == [10, 4], "it took part in all gathers of the layer"
+
+
+def test_the_others_leave_too(gathers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([0, 0, 1])  # of the room, and of the two layers
+    monkeypatch.setattr(frozen, "count_over_ranks", lambda count, device: next(counts))
+    with pytest.raises(
+        LayerCheckError, match=r"another rank cannot hash the frozen layer b\.frozen: see its"
+    ):
+        frozen.frozen_hashes(_Zero3())  # type: ignore[arg-type]
+    assert len(gathers) == 4

@@ -6,12 +6,14 @@ import re
 from collections import Counter
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.config import Config, parse
 from app.loader import StepLoader, Window
+from app.sources import seen_of_stream
 from app.stream import Stream, open_stream
 from layercheck.errors import ConfigError, StorageError
 
@@ -202,6 +204,37 @@ def test_a_line_that_is_not_json_is_an_error_that_names_the_source(cache: Path, 
     stream.seek(1, None)
     with pytest.raises(ConfigError, match=r"bad\.jsonl' cannot be read"):
         take(loader(stream), 1, 3)
+
+
+def test_what_a_rank_sees_of_a_stream_changes_with_its_rows(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_rows(tmp_path / "many.jsonl", range(1000))
+    data = config(source, cache).data
+    seen = [seen_of_stream(data)]
+    source.write_text(source.read_text() + "\n")  # beyond the beginning that the fingerprint is taken of
+    seen.append(seen_of_stream(data))
+    source.write_text(source.read_text().replace("number 0", "number 1"))
+    seen.append(seen_of_stream(data))
+    source.unlink()
+    seen.append(seen_of_stream(data))
+    assert "nothing (FileNotFoundError" in seen[-1]
+    hub = config(Path("some/set"), cache).data
+    for revision in ("aa", "bb"):
+        builder = SimpleNamespace(hash=revision)
+        monkeypatch.setattr("datasets.load_dataset_builder", lambda name, found=builder: found)
+        seen.append(seen_of_stream(hub))
+    assert len(set(seen)) == 6
+
+
+def test_a_stream_that_another_rank_sees_otherwise_is_not_opened(
+    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.stream.from_every_rank", lambda mine, wait_s: [mine, mine, "nothing (gone)"])
+    with pytest.raises(ConfigError, match=r"rank 2 sees nothing \(gone\), and rank 0 a file of \d+ bytes"):
+        open_stream(config(source, cache))
+    monkeypatch.setattr("app.stream.from_every_rank", lambda mine, wait_s: [mine, mine])
+    open_stream(config(source, cache))
 
 
 def test_a_stream_that_stalls_is_an_error_that_names_its_source(source: Path, cache: Path) -> None:

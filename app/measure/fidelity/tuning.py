@@ -105,6 +105,7 @@ class Tuning:
         self._train(job, session, step, self._spec.length.steps)
         session.close("completed")
         outcome = self._outcome(job)
+        job.loader.close()
         job.engine.destroy()
         return outcome
 
@@ -139,6 +140,7 @@ class Tuning:
     def _fail_and_recover(self, job: Job, session: Any, step: int) -> tuple[Job, Any]:
         before = self._held_out.loss(job.engine)
         session.close("failed", "a failure of the experiment")
+        job.loader.close()
         job.engine.destroy()
         del session
         gc.collect()
