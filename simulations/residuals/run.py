@@ -3,14 +3,14 @@
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from app.measure.residuals.lives import run_lives
+from app.measure.residuals.lives import make_base, run_lives
 from app.measure.residuals.notes import Notes, notes_of, read_samples
 from app.measure.residuals.spec import KilledRun, Recovered
 from layercheck.commands.store import open_both
@@ -35,7 +35,7 @@ from simulations.residuals.result import markdown
 from simulations.tables import write_parquet
 from simulations.trace import Trace, read_trace
 
-AT_ONCE = 2
+AT_ONCE = 3
 _LOSS_STEPS = 100
 Say = Callable[[str], None]
 Rows = Sequence[dict[str, Any]]
@@ -56,16 +56,14 @@ def measure_residuals(out: Path, quick: bool, say: Say) -> dict[str, Any]:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the folder {runs}: {error.strerror}", path=str(runs)) from None
-    recorded = trace_run(extent)
-    store = run_lives(runs, recorded, say)
+    recorded, without = trace_run(extent), killed_run(extent, WITHOUT)
+    store, _ = _made(runs, [recorded, without], say)
     trace, samples = read_trace(str(store)), read_samples(notes_of(runs, recorded))
     rows = frontier(trace, samples, extent, lambda done, of: say(f"replayed {done}/{of}"))
     write_parquet(rows, out / "frontier.parquet")
     points = chosen(rows[1:])
-    specs = {point.name: killed_run(extent, point) for point in (WITHOUT, *points)}
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        made = pool.map(lambda spec: run_lives(runs, spec, say), specs.values())
-        stores = dict(zip(specs, made, strict=True))
+    specs = {WITHOUT.name: without} | {point.name: killed_run(extent, point) for point in points}
+    stores = dict(zip(specs, _made(runs, specs.values(), say), strict=True))
     recoveries = {name: Notes(notes_of(runs, spec)).recoveries() for name, spec in specs.items()}
     written = {name: written_by(str(place), extent) for name, place in stores.items()}
     content = {
@@ -83,6 +81,14 @@ def measure_residuals(out: Path, quick: bool, say: Say) -> dict[str, Any]:
     (out / "residuals.md").write_text(markdown(content))
     draw(content, out)
     return {name: content[name] for name in ("verdicts", "arms", "needed")}
+
+
+def _made(runs: Path, specs: Iterable[KilledRun], say: Say) -> list[Path]:
+    """The folders of the runs, in the order of the specs."""
+    specs = list(specs)
+    make_base(runs, specs[0])
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda spec: run_lives(runs, spec, say), specs))
 
 
 def written_by(store: str, extent: Extent) -> Written:

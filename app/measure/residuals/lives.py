@@ -11,9 +11,8 @@ from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any
 
-from app.measure.ranks import run_on_ranks
 from app.measure.residuals.notes import Notes, notes_of
-from app.measure.residuals.regime import base_folder, run_config
+from app.measure.residuals.regime import base_folder, prepare, run_config
 from app.measure.residuals.spec import KilledRun
 from cluster.locks import clear_stale_locks, prepare_extensions
 from layercheck.config import LayerCheckConfig
@@ -38,6 +37,21 @@ def _coordinator(storage: str, run: str, config: LayerCheckConfig) -> Coordinato
 Keeper.register("coordinator", _coordinator, exposed=_CALLS)
 
 
+def make_base(folder: Path, run: KilledRun) -> None:
+    """Writes the texts of all runs; trains the model that is fine-tuned, unless it is there."""
+    prepare(folder, run)
+    if not base_folder(folder.absolute(), run).is_dir():
+        from app.measure.ranks import run_on_ranks  # loads torch, which a coordinator need not
+
+        run_on_ranks(1, LIFE_LIMIT_S, _base_on_rank, str(folder.absolute()), run)
+
+
+def _base_on_rank(rank: int, folder: str, run: KilledRun) -> None:
+    from app.measure.fidelity.base import base_model
+
+    base_model(Path(folder), run.tuning.model, run.tuning.length)
+
+
 def run_lives(folder: Path, run: KilledRun, say: Callable[[str], None]) -> Path:
     """Runs one to its end through all kills, unless that was done; returns the folder of the run.
 
@@ -45,8 +59,6 @@ def run_lives(folder: Path, run: KilledRun, say: Callable[[str], None]) -> Path:
         LayerCheckError: a life ended otherwise than by its kill or after the last step, or took too long.
     """
     folder = folder.absolute()
-    if not base_folder(folder, run).is_dir():
-        run_on_ranks(1, LIFE_LIMIT_S, _make_base, str(folder), run)
     config = run_config(folder, run)
     place, notes = Path(config.run.folder), Notes(notes_of(folder, run))
     if not notes.has_finished(run):
@@ -60,12 +72,6 @@ def run_lives(folder: Path, run: KilledRun, say: Callable[[str], None]) -> Path:
             raise LayerCheckError(f"run {run.name}: {found} recoveries after {len(run.kills)} kills")
         notes.finish(run)
     return place
-
-
-def _make_base(rank: int, folder: str, run: KilledRun) -> None:
-    from app.measure.fidelity.base import base_model  # loads torch, which the other process need not
-
-    base_model(Path(folder), run.tuning.model, run.tuning.length)
 
 
 def _live_on(folder: Path, run: KilledRun, coordinator: Any, say: Callable[[str], None]) -> None:

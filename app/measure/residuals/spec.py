@@ -14,7 +14,7 @@ class KilledRun(Section):
         base_steps: of the model that is fine-tuned, trained from scratch.
         checkpoint: settings of the session, see `LayerCheckConfig`.
         kills: steps after which the process is killed; increasing.
-        sampled: write down a part of the weights after each step.
+        sampled: write down a part of the weights after each step, of a run without kills.
     """
 
     name: str
