@@ -55,7 +55,9 @@ class Extent:
         return float(self.checkpoint["target_interval"])
 
 
-FULL = Extent(1000, 1700, 12, CHECKPOINT, (150, 250, 400, 600), (2, 3, 4, 5, 6, 7, 8, 10, 12, 16))
+FULL = Extent(
+    1000, 1500, 10, CHECKPOINT, (150, 200, 300, 400, 600, 800), (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 24)
+)
 QUICK = Extent(
     60,
     260,

@@ -5,6 +5,7 @@ hand: what a failure would have lost is their distance from what would have come
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,15 +18,27 @@ from simulations.replay_residuals import residual_figures
 from simulations.residuals.arms import Extent, grid, residual
 from simulations.trace import Trace
 
+IN_FLIGHT = 0.2
+"""Part of a step after which its saves are committed."""
 LAGS = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 400, 600)
 _STARTS = 200
 
 
+def with_own_saves(done: Replayed) -> Replayed:
+    """The same with the saves of each step committed before it is over, as most failures find them."""
+    steps = done.trace.steps[:, None]
+    return replace(
+        done,
+        committed=np.where(done.written, steps, done.committed),
+        saved=np.where(done.written | done.added, steps, done.saved),
+    )
+
+
 def lost_distance(done: Replayed, samples: Samples) -> Floats:
-    """Mean |weights - what would come back| over all parameters, if the run failed right after each step.
+    """Mean |weights - what would come back| over all parameters, if the run failed after each step.
 
     Args:
-        done: a replay of the run.
+        done: a replay of the run; says which saves are committed then.
         samples: of the same run.
 
     Returns:
@@ -89,16 +102,20 @@ def _row(
     done = replay(trace, with_settings(trace.config, **settings))
     found = residual_figures(done)
     after = trace.steps > trace.config.warmup_steps
-    lost = lost_distance(done, samples)[after]
+    moments = ((done, IN_FLIGHT), (with_own_saves(done), 1 - IN_FLIGHT))
     numel = np.array([layer.numel for layer in trace.layer_map.trainable], dtype=float)
-    steps = (trace.steps[:, None] - done.saved)[after] @ (numel / numel.sum())
+    steps = [
+        part * ((trace.steps[:, None] - at.saved)[after] @ (numel / numel.sum())).mean()
+        for at, part in moments
+    ]
+    lost = [part * lost_distance(at, samples)[after].mean() for at, part in moments]
     return {
         "bits": point[0],
         "version": point[1],
         "residual": point[2],
         "k_ratio": found["k_ratio"],
-        "distance": float(lost.mean()),
-        "lost_steps": float(steps.mean()),
+        "distance": float(sum(lost)),
+        "lost_steps": float(sum(steps)),
         **{name: found[name] for name in _TAKEN},
     }
 

@@ -24,7 +24,7 @@ from simulations.residuals.arms import (
     residual,
 )
 from simulations.residuals.figures import Written, arm_figures, needed, verdicts
-from simulations.residuals.frontier import frontier, lost_distance, movement
+from simulations.residuals.frontier import frontier, lost_distance, movement, with_own_saves
 from simulations.residuals.pictures import draw
 from simulations.residuals.result import markdown
 from simulations.trace import read_trace
@@ -241,6 +241,17 @@ def test_what_would_be_lost_is_the_distance_from_what_would_come_back(trace) -> 
         assert found[row] == pytest.approx((lost * samples.share).sum(), rel=1e-4)
     assert np.isnan(found[:5]).all(), "nothing of the run was saved yet"
     assert np.isfinite(found[20:]).all()
+
+
+def test_a_save_of_the_step_counts_where_it_is_committed(trace) -> None:
+    samples = _samples(trace, _walk)
+    settings = {"residual": {"enabled": True, "bits": 8, "k_ratio": 0.2}}
+    done = replay(trace, with_settings(trace.config, **settings))
+    early, late = lost_distance(done, samples), lost_distance(with_own_saves(done), samples)
+    saved_now = (done.written | done.added).any(axis=1)
+    assert saved_now[20:].any()
+    assert (late[20:][saved_now[20:]] < early[20:][saved_now[20:]]).all()
+    np.testing.assert_array_equal(late[20:][~saved_now[20:]], early[20:][~saved_now[20:]])
 
 
 def test_distances_grow_as_the_steps_or_as_their_root(trace) -> None:

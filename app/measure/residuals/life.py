@@ -1,6 +1,7 @@
 """One life of a run that is killed: the app's own loop, from wherever the store says to its next SIGKILL."""
 
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -20,6 +21,8 @@ from layercheck.receipt import ResumePoint
 from layercheck.zero3 import Zero3Engine
 
 SUBMISSION = "residuals"
+STEP_S = 1.0
+"""Seconds of a step in which a kill may come: short for a large model."""
 _BEGUN_S = 0.03
 _COMMITTED_S = 20.0
 _LOOK_S = 0.005
@@ -51,13 +54,14 @@ class Watch:
     """Notes the true weights, lets no step begin before the saves are committed, kills its process.
 
     The model is so small that its steps would be over before a commit, which takes a part of a usual step.
-    At a kill nothing is waited for: what was taken after that step is lost.
+    A kill comes at any moment of a step of `STEP_S`: what was taken at its beginning may be lost or not.
     """
 
     def __init__(self, config: Config, run: KilledRun, notes: Notes) -> None:
         self._run, self._notes = run, notes
         self._events = Path(config.run.folder) / "layercheck" / "events"
         self._kill_at = next(iter(sorted(set(run.kills) - set(notes.killed_at))), None)
+        self._left: frozenset[Path] = frozenset()
         self._zero3: Zero3Engine | None = None
         self._sampler: Sampler | None = None
 
@@ -69,6 +73,7 @@ class Watch:
 
     def begun(self, point: ResumePoint) -> None:
         """Compares what came back with what was lost."""
+        self._left = frozenset(self._events.glob("*"))
         if point.receipt is None:
             return
         step, receipt = self._notes.killed_at[-1], point.receipt
@@ -98,13 +103,19 @@ class Watch:
     def maybe_kill(self, rank: int, step: int) -> None:
         """See `Faults`."""
         if step == self._kill_at:
+            time.sleep(STEP_S * random.Random(step).random())
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(_BEGUN_S)
         deadline = time.monotonic() + _COMMITTED_S
-        while open_events := [one for one in self._events.iterdir() if not (one / "commit.parquet").exists()]:
+        while waited := self._not_committed():
             if time.monotonic() > deadline:
-                raise LayerCheckError(f"{open_events[0].name} was not committed within {_COMMITTED_S:.0f} s")
+                raise LayerCheckError(f"{waited[0].name} was not committed within {_COMMITTED_S:.0f} s")
             time.sleep(_LOOK_S)
+
+    def _not_committed(self) -> list[Path]:
+        """Events of this life; what an earlier one left unfinished stays so until it is swept."""
+        mine = set(self._events.iterdir()) - self._left
+        return [one for one in mine if not (one / "commit.parquet").exists()]
 
     def _weights(self) -> Weights:
         assert self._zero3 is not None
