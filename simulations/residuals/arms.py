@@ -21,7 +21,7 @@ CHECKPOINT: dict[str, Any] = {
 """One interval for all layers. `failure_aware` would write more often after a failure."""
 SEED = 3
 BLOCK = 64
-MARGIN = 0.97
+MARGIN = 0.99
 """A point is taken up to this part of its limit of bytes: a run has failures, its replay none."""
 BYTES, MORE_BYTES = 1.15, 1.5
 """Limits of bytes over those of the run without residuals."""

@@ -116,13 +116,19 @@ def _row(
         "k_ratio": found["k_ratio"],
         "distance": float(sum(lost)),
         "lost_steps": float(sum(steps)),
+        "residual_interval_steps": _interval(done, int(after.sum()), found["residual_bytes"]),
         **{name: found[name] for name in _TAKEN},
     }
 
 
+def _interval(done: Replayed, steps: int, residual_bytes: float) -> float | None:
+    """Mean steps between two residuals, by bytes as the mean interval of versions is."""
+    whole = sum(done.config.residual.nbytes(layer.numel) for layer in done.trace.layer_map.trainable)
+    return steps * whole / residual_bytes if residual_bytes else None
+
+
 _TAKEN = (
     "mean_interval_steps",
-    "residual_interval_steps",
     "bytes_written",
     "residual_bytes",
     "all_bytes",

@@ -59,6 +59,9 @@ def _pairs(back: dict[Any, Any]) -> list[tuple[tuple[str, str], Any]]:
     return [(key, value) for key, value in back.items() if isinstance(key, tuple)]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
@@ -99,9 +102,9 @@ def test_what_was_lost_is_the_state_of_the_last_step(lives: Path) -> None:
     """The sample of that step is a part of it; that of the step before is not."""
     notes, samples = Notes(lives / "killed-notes"), read_samples(lives / "killed-notes")
     first = RUN.kills[0]
-    lost = {layer: set() for layer in samples.layers}
+    lost: dict[str, set[float]] = {}
     for (layer, _), values in notes.lost(first).items():
-        lost[layer] |= set(values.tolist())
+        lost[layer] = lost.get(layer, set()) | set(values.tolist())
     for layer, columns in samples.layers.items():
         assert set(samples.weights[first - 1, columns].tolist()) <= lost[layer]
     embed = samples.layers["embed_tokens"]

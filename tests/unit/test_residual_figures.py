@@ -277,6 +277,9 @@ def test_the_frontier_is_beside_the_run_without_residuals(trace) -> None:
     assert (base["bits"], base["bytes_share"], base["distance_share"], base["lost_share"]) == (0, 1, 1, 1)
     assert [(row["bits"], row["version"], row["residual"]) for row in points] == list(grid(extent))
     assert len(points) == 8 == len(shown)
+    assert base["residual_interval_steps"] is None
+    for row in points:
+        assert 1 <= row["residual_interval_steps"] < 2.5 * row["residual"]
     by = {(row["bits"], row["version"], row["residual"]): row for row in points}
     assert by[8, 24, 2]["distance"] < by[8, 24, 4]["distance"] < base["distance"]
     assert by[8, 24, 2]["distance"] < by[4, 24, 2]["distance"], "rounding counts"
