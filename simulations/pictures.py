@@ -117,7 +117,8 @@ def draw_lines(
     """
     figure, (panel,) = _figure(1, 6.0, 4.2)
     for index, (label, (x, y)) in enumerate(lines.items()):
-        panel.plot(x, y, color=_COLOURS[index % len(_COLOURS)], label=label)
+        again, colour = divmod(index, len(_COLOURS))
+        panel.plot(x, y, "--" if again else "-", color=_COLOURS[colour], label=label)
     for (label, (x, y)), marker in zip((points or {}).items(), cycle("osD^v")):
         panel.plot(x, y, marker, color="black", label=label)
     if "x" in log:
