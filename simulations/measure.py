@@ -1,12 +1,14 @@
-"""`python -m simulations.measure saving|methods|footprint|sizes --out DIR`: what saving costs here.
+"""`python -m simulations.measure saving|methods|footprint|sizes|residuals --out DIR`: what saving costs here.
 
 - `saving`: LayerCheck beside stock DeepSpeed; writes `saving.json`.
 - `methods`: every method in short blocks, in a shuffled order; writes `comparison.json`, `comparison.md`,
   pictures, and `costs.json`, which `python -m simulations.ettr --costs DIR` reads.
 - `footprint`: LayerCheck's storage at three thresholds on several data sets; writes `footprint.json`.
 - `sizes`: measures nothing; draws what `methods` came to for several model sizes side by side.
+- `residuals`: bytes against lost progress in weight space, by replay and in killed runs; writes
+  `residuals.json`.
 
-All but the last need the machine to themselves.
+All but the last two need the machine to themselves.
 """
 
 # ruff: noqa: T201
@@ -101,16 +103,29 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
     return {"sizes": [content["size"] for content in contents], "out": str(options.out)}
 
 
+def _residuals(options: argparse.Namespace) -> dict[str, Any]:
+    from simulations.residuals.run import measure_residuals
+
+    return measure_residuals(options.out, options.quick, _say)
+
+
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-_COMMANDS = {"saving": _saving, "methods": _methods, "footprint": _footprint, "sizes": _sizes}
+_COMMANDS = {
+    "saving": _saving,
+    "methods": _methods,
+    "footprint": _footprint,
+    "sizes": _sizes,
+    "residuals": _residuals,
+}
 _FLAGS = {
     "saving": {"quick"},
     "methods": {"quick", "methods", "rounds", "size", "resume", "seed"},
     "footprint": {"quick", "size", "data"},
     "sizes": {"folders"},
+    "residuals": {"quick"},
 }
 
 

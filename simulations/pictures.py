@@ -1,6 +1,7 @@
 """Pictures of a sweep, PNG and SVG; the only file that loads matplotlib, and only when it draws."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,7 @@ def draw_lines(
     path: Path,
     labels: tuple[str, str],
     log: str,
+    points: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
 ) -> None:
     """Plain curves.
 
@@ -111,10 +113,14 @@ def draw_lines(
         path: without suffix; `.png` and `.svg` are written.
         labels: of the axes.
         log: axes with a logarithmic scale, such as `x` or `xy`.
+        points: label -> (x, y), drawn as markers over the curves.
     """
     figure, (panel,) = _figure(1, 6.0, 4.2)
     for index, (label, (x, y)) in enumerate(lines.items()):
-        panel.plot(x, y, color=_COLOURS[index % len(_COLOURS)], label=label)
+        again, colour = divmod(index, len(_COLOURS))
+        panel.plot(x, y, "--" if again else "-", color=_COLOURS[colour], label=label)
+    for (label, (x, y)), marker in zip((points or {}).items(), cycle("osD^v")):
+        panel.plot(x, y, marker, color="black", label=label)
     if "x" in log:
         panel.set_xscale("log")
     if "y" in log:

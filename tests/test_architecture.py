@@ -30,6 +30,7 @@ PURE = {
     "app.baselines.gemini.placement",
     "app.baselines.gemini.records",
     "app.measure.fidelity.spec",
+    "app.measure.residuals.spec",
     "layercheck.config",
     "layercheck.decision",
     "layercheck.end_signals",
@@ -83,6 +84,9 @@ PURE = {
     "simulations.fidelity.result",
     "simulations.methods",
     "simulations.model",
+    "simulations.residuals.arms",
+    "simulations.residuals.figures",
+    "simulations.residuals.result",
 }
 HEAVY = {"torch", "ray", "deepspeed", "transformers"}
 MAX_MODULE_LINES = 400

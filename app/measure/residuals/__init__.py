@@ -1,0 +1,1 @@
+"""Runs whose process is killed again and again: what their weights were, and what came back of them."""
