@@ -11,6 +11,7 @@ import pytest
 from app.measure.fidelity.spec import Length, RunSpec
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.slow
 LENGTH = Length(base_steps=1, steps=24, every=6, last_every=1, num_last=3, train_rows=60, held_out_rows=8)
 CHECKPOINT: dict[str, Any] = {
     "warmup_steps": 6, "warmup_full_every": 3, "target_interval": 4, "s_max": 16, "full_every": 0,

@@ -113,6 +113,7 @@ def test_without_the_setting_nothing_is_captured_and_the_receipt_says_keyed(tmp_
     assert result["receipt"]["rng"] == "keyed"
 
 
+@pytest.mark.slow
 def test_at_another_world_size_the_receipt_says_that_the_generators_are_not_restored(tmp_path: Path) -> None:
     storage = str(tmp_path / "store")
     assert run_ranks(2, tmp_path, partial(foreign_loop, kill_at=KILL_AT), storage) == [None, None]

@@ -232,7 +232,7 @@ def test_no_secret_of_configuration_or_environment_reaches_run_json(monkeypatch:
     )
     client = _Client()
     submission = Submission("r1", "s1", False, {"config": settings})
-    _claim(zero3, client, LayerCheckConfig(), submission, "probe", "token", ())  # type: ignore[arg-type]
+    _claim(zero3, client, LayerCheckConfig(), submission, "probe", {}, "token", ())  # type: ignore[arg-type]
     assert client.record is not None
     written = journal.dump(client.record).decode()
     assert SECRET not in written

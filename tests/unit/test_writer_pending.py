@@ -126,4 +126,4 @@ def test_residuals_count_from_what_the_storage_has_and_not_from_memory(
     pieces = (Piece("layers.0", "layers.0.w", "fp32", 16),)
     writer.submit(replace(taken, event=event, pieces=pieces))
     assert writer.close(30)
-    assert (bases.nbytes > 0) == kept
+    assert bool(bases._copies) == kept

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from safetensors.numpy import load_file, save_file
 
 from app.measure.residuals.spec import KilledRun, Recovered
 from layercheck.persistence.quantise import Floats
@@ -45,19 +46,19 @@ class Notes:
     def keep_lost(self, step: int, weights: Weights) -> None:
         """The weights after the last step before a kill."""
         parts = {f"{layer}/{parameter}": values for (layer, parameter), values in weights.items()}
-        temporary = self.folder / "lost.tmp.npz"
-        np.savez(temporary, **parts)  # type: ignore[arg-type]
-        temporary.rename(self.folder / f"lost-{step}.npz")
+        temporary = self.folder / "lost.tmp"
+        save_file(parts, temporary)
+        temporary.rename(self.folder / f"lost-{step}.safetensors")
 
     @property
     def killed_at(self) -> list[int]:
         """The steps after which this run was killed, in order."""
-        return sorted(int(path.stem.removeprefix("lost-")) for path in self.folder.glob("lost-*.npz"))
+        return sorted(int(path.stem.removeprefix("lost-")) for path in self.folder.glob("lost-*.safetensors"))
 
     def lost(self, step: int) -> Weights:
         """What was kept of a kill."""
-        with np.load(self.folder / f"lost-{step}.npz") as parts:
-            return {tuple(name.split("/")): parts[name] for name in parts.files}  # type: ignore[misc]
+        parts = load_file(self.folder / f"lost-{step}.safetensors")
+        return {tuple(name.split("/")): values for name, values in parts.items()}  # type: ignore[misc]
 
     def add(self, recovered: Recovered) -> None:
         """Writes one recovery down."""
@@ -113,7 +114,7 @@ class Sampler:
             columns[key[0]] = (first, begin + size)
             share += [weights[key].size / size / total] * size
             begin += size
-        np.save(folder / "share.npy", np.array(share))
+        np.array(share).tofile(folder / "share.f64")
         (folder / "layers.json").write_text(json.dumps(columns) + "\n")
 
     def add(self, weights: Weights) -> None:
@@ -125,7 +126,7 @@ class Sampler:
 
 def read_samples(folder: Path) -> Samples:
     """What a `Sampler` wrote."""
-    share = np.load(folder / "share.npy")
+    share = np.fromfile(folder / "share.f64", dtype=np.float64)
     weights = np.fromfile(folder / "samples.f32", dtype=np.float32).reshape(-1, share.size)
     columns = json.loads((folder / "layers.json").read_text())
     return Samples(weights, {name: slice(*ends) for name, ends in columns.items()}, share)
