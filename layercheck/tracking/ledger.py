@@ -343,7 +343,7 @@ class Ledger:
             in_flight=spec.name in in_flight,
             overdue=layer.overdue,
             stagger=layer.stagger,
-            residual=self.unsaved.residual_of(spec.name),
+            residual=self.unsaved.residual_of(spec.name) if self.config.residual.covers(spec.name) else None,
         )
 
     def _add_drift(self, report: DriftReport) -> None:
