@@ -150,7 +150,7 @@ class Attempt:
         )
 
     def note(self, step: StepReport) -> None:
-        """Keeps what a step cost and how fresh the store is: the next heartbeat takes it to the metrics."""
+        """Keeps what a step cost and how fresh the store is: its heartbeat takes it to the metrics."""
         thresholds, drift = self.ledger.thresholds(step.step, self.ledger.lr), self.ledger.drift
         self.costs = {
             "stall_s": self.costs.get("stall_s", 0.0) + step.stall_s,

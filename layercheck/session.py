@@ -191,7 +191,6 @@ class Session:
         decision = decide(opened.ledger.facts(0, 0.0), self._config)
         self._save(opened, decision, {"step": 0})
         opened.complete = {"step": 0}
-        self._announce(opened)
         self._wait_for_commits(opened, {"step": 0})
         self.meter.reset()
 
@@ -232,7 +231,6 @@ class Session:
             tracked = time.monotonic()
             nbytes = self._save(opened, decision, state)
             self._save(opened, opened.for_memory(decision, self._config), state, MEMORY_PART)
-            self._announce(opened)
             if decision.must_wait:
                 self._wait_for_commits(opened, state)
         result = opened.report(decision, nbytes, started, tracked)
@@ -240,6 +238,7 @@ class Session:
             opened.run_log.step(result, state, decision, opened.ledger)
             opened.note(result)
         opened.complete_receipt(step, state)
+        self._announce(opened)  # last: its thread would hold the interpreter lock against what comes after
         opened.stall_s, opened.ended = result.stall_s, time.monotonic()
         return result
 
@@ -291,6 +290,7 @@ class Session:
     def _wait_for_commits(self, opened: Attempt, state: TrainerState) -> None:
         """Blocks all ranks while a layer is at its limit (I1); the repeated all-reduce brings the commits."""
         self._settle(opened)
+        self._announce(opened)
         step = state["step"]
         deadline = time.monotonic() + self._config.storage_wait_s
         while (decision := decide(opened.ledger.facts(step, opened.ledger.lr), self._config)).must_wait:

@@ -67,7 +67,7 @@ def test_the_report_of_a_real_run_has_the_numbers_of_its_store(trained: Path) ->
 def test_the_heartbeat_carries_what_only_the_ranks_know(trained: Path) -> None:
     # Of the second attempt's own parts: the first may have flushed rows of steps after r_b before it died.
     parts = sorted((trained / "metrics").glob("attempt-002-*.parquet"))
-    rows = [row for part in parts for row in pq.read_table(part).to_pylist() if row["step"] < STEPS]
+    rows = [row for part in parts for row in pq.read_table(part).to_pylist()]
     costs = open_both(str(trained)).facts().progress[2].trainer_state["layercheck"]["costs"]
     assert costs.keys() == {
         "stall_s", "inflight_bytes", "max_age", "weighted_age", "drift_ratio", "lost_steps", "lost_drift"
