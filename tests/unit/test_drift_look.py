@@ -25,7 +25,7 @@ def engine() -> Any:
 
 def test_displacement_looks_at_a_long_run_densely_and_drift_thinly() -> None:
     meter = DriftMeter(engine(), DriftConfig(kind="displacement", sample="sampled"))
-    assert meter.rotation == 251
+    assert meter.rotation == 509
     assert meter._references is not None
     meter._references.take(0, ["a"])
     (kept,) = meter._references._kept["a"][0]
