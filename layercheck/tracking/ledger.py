@@ -129,9 +129,12 @@ class Ledger:
                 layer.drift = 0.0  # the reference is gone: distance counts from the recovered weights
         ledger._observed_step = ledger._event_step = ledger.began = plan.resume_step - 1
         ledger.unsaved = Unsaved.since(ledger.began, layer_map, ledger.unsaved.measure)
-        for version in plan.layers:
-            if version.trainable and version.memory is None:
+        for version in (layer for layer in plan.layers if layer.trainable):
+            if version.memory is None:
                 ledger.unsaved.layers[version.layer].base = (version.step, version.attempt)
+            elif config.residual.covers(version.layer):
+                # Nobody here keeps the weights of its version: without a new one it has no residuals.
+                ledger.versions.layers[version.layer].overdue = True
         ledger._restore(plan.trainer_state.get("layercheck", {}), plan)
         return ledger
 

@@ -43,7 +43,8 @@ class LayerFacts:
         selected: step of the newest version, committed or in flight; -1 for none.
         committed: step of the newest committed version; -1 for none.
         in_flight: a version of this layer is selected and not yet known to be committed.
-        overdue: its selected event never became live before a recovery: due whatever its drift.
+        overdue: due whatever its drift: its selected event never became live before a recovery, or its newest
+            version is of no use for residuals.
         stagger: factor of K for the first write after a full event, else 1.
         residual: None where none can be taken.
     """

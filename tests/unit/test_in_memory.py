@@ -283,3 +283,20 @@ def test_i1_the_age_bound_counts_from_the_storage_after_a_recovery_from_memory(s
     assert ledger.drift == {name: plan.drift[name] for name in LAYERS}
     without = planned(storage)
     assert plan.drift == without.drift
+
+
+def test_after_a_recovery_from_memory_a_layer_with_residuals_gets_a_version_at_once(
+    storage: LocalStorage,
+) -> None:
+    group = run_to(storage, 9)
+    plan = planned(storage, *held(group, 9))
+    off, excluded = {}, {"residual": {"enabled": True, "exclude": [LAYER]}}
+    for settings, overdue in (
+        ({"residual": {"enabled": True}}, LAYERS),
+        (excluded, set(LAYERS) - {LAYER}),
+        (off, ()),
+    ):
+        ledger = Ledger.resumed(layer_map(), config(**settings), plan)
+        assert {fact.name for fact in ledger.facts(10, 1e-4).layers if fact.overdue} == set(overdue)
+    stored = Ledger.resumed(layer_map(), config(residual={"enabled": True}), planned(storage))
+    assert not any(fact.overdue for fact in stored.facts(10, 1e-4).layers)
