@@ -13,10 +13,11 @@ from layercheck.config import LayerCheckConfig
 from layercheck.coordination.link import HeartbeatLink
 from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient, HeartbeatReply
 from layercheck.decision import PersistDecision
+from layercheck.drift_report import DriftReport
 from layercheck.end_signals import EndSignals, listen
 from layercheck.errors import LayerCheckError
 from layercheck.layers import LayerStep
-from layercheck.manifest import DriftReport, TrainerState
+from layercheck.manifest import TrainerState
 from layercheck.memory.staging import MemorySink
 from layercheck.memory.tier import MemoryTier
 from layercheck.overlap import Overlap

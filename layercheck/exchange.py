@@ -11,8 +11,9 @@ from dataclasses import replace
 from math import isfinite
 
 from layercheck.attempt import Attempt
+from layercheck.drift_report import DriftReport
 from layercheck.errors import FencedError, NonFiniteStateError
-from layercheck.manifest import DriftReport, TrainerState
+from layercheck.manifest import TrainerState
 from layercheck.tracking.drift import DriftMeter
 from layercheck.tracking.notices import RankNotices
 from layercheck.watchdog import Watchdog

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from layercheck.attempt import Attempt
 from layercheck.decision import LayerWrite, PersistDecision
-from layercheck.manifest import DriftReport
+from layercheck.drift_report import DriftReport
 from layercheck.tracking.ledger import Ledger
 
 log = logging.getLogger(__name__)

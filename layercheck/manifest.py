@@ -5,15 +5,13 @@ Records that storage keeps are pydantic models, checked when read back; nothing 
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from layercheck.groups import OptimizerGroup
-from layercheck.layers import LayerMap, LayerStep
+from layercheck.layers import LayerMap
 from layercheck.lost import over_all
 
 FORMAT_VERSION = 1
@@ -30,50 +28,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-# ---------------------------------------------------------------- saving: measure -> decide -> copy -> write
-
-
-@dataclass(frozen=True, slots=True)
-class DriftReport:
-    """What the one all-reduce of a step says; identical on every rank.
-
-    Attributes:
-        step: optimizer step that was measured.
-        delta: layer -> this step's normalised update (see `tracking/drift.py` for the norms).
-        lr: largest learning rate over the groups of this step.
-        committed_step: newest step of this attempt known to be committed, -1 for none.
-        committed_part: part number of that newest event.
-        lost_steps: events that were declared lost since the last report.
-        backlog: bytes that the slowest rank still has to write.
-        fenced: a newer attempt has taken over.
-        demoted: a layer whose newest version has rotted, with the step that counts instead; one a report.
-        errors: number of ranks that cannot go on: a non-finite loss or gradient norm, or a wait that is over.
-        grace_s: seconds until some rank will be ended from outside (preemption); 0 for none.
-        displacement: layer -> distance from its newest version; None where `drift.kind` is `path`.
-        step_s: seconds of the step itself, mean over the ranks.
-        stall_s: seconds for which training waited for saves since the last report, mean over the ranks.
-    """
-
-    step: int
-    delta: dict[str, float]
-    lr: float
-    committed_step: int = -1
-    committed_part: int = 0
-    lost_steps: tuple[int, ...] = ()
-    backlog: float = 0.0
-    fenced: bool = False
-    demoted: LayerStep | None = None
-    errors: int = 0
-    displacement: dict[str, float] | None = None
-    step_s: float = 0.0
-    stall_s: float = 0.0
-    grace_s: float = 0.0
-
-    @property
-    def is_clean(self) -> bool:
-        """False if the state of this step must never be committed (I13)."""
-        return not self.errors and all(map(isfinite, self.delta.values()))
-
+# ---------------- saving: measure (`drift_report`) -> decide (`decision`) -> copy -> write
 
 MEMORY_PART = 9999
 """Part number of events that are kept in the memory of the nodes alone; no last save has so many parts."""

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from layercheck.config import LayerCheckConfig, parse_config
+from layercheck.drift_report import DriftReport
 from layercheck.errors import ConfigError
-from layercheck.manifest import DriftReport
 from layercheck.tracking.ledger import Ledger
 from layercheck.tracking.policy import decide
 from simulations.trace import Trace

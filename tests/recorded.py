@@ -5,8 +5,9 @@ from pathlib import Path
 
 from layercheck.config import LayerCheckConfig
 from layercheck.coordination.coordinator import Coordinator
+from layercheck.drift_report import DriftReport
 from layercheck.layers import LayerMap
-from layercheck.manifest import DriftReport, RunRecord
+from layercheck.manifest import RunRecord
 from layercheck.persistence.storage import LocalStorage
 from layercheck.step_report import StepReport
 from layercheck.tracking.run_log import RunLog

@@ -33,6 +33,7 @@ PURE = {
     "app.measure.residuals.spec",
     "layercheck.config",
     "layercheck.decision",
+    "layercheck.drift_report",
     "layercheck.end_signals",
     "layercheck.errors",
     "layercheck.groups",

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from layercheck.config import DriftConfig
-from layercheck.manifest import DriftReport
+from layercheck.drift_report import DriftReport
 from layercheck.partition import SubGroup
 from layercheck.tracking.displacement import References
 from layercheck.tracking.notices import NoticeSlots, RankNotices

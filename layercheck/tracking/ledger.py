@@ -12,9 +12,10 @@ from typing import Any, Self
 
 from layercheck.config import LayerCheckConfig
 from layercheck.decision import LayerWrite, PersistDecision
+from layercheck.drift_report import DriftReport
 from layercheck.layers import LayerMap, LayerSpec
 from layercheck.lost import over_all
-from layercheck.manifest import DriftReport, RecoveryPlan
+from layercheck.manifest import RecoveryPlan
 from layercheck.tracking.budget import BudgetController
 from layercheck.tracking.calibrate import (
     RateMeter,

@@ -10,8 +10,9 @@ from typing import Self
 
 from layercheck.config import LayerCheckConfig
 from layercheck.decision import LayerWrite, PersistDecision
+from layercheck.drift_report import DriftReport
 from layercheck.layers import LayerMap
-from layercheck.manifest import DriftReport, RecoveryPlan
+from layercheck.manifest import RecoveryPlan
 from layercheck.tracking.policy import LayerFacts, PolicyFacts, threshold
 
 

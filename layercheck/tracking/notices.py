@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from layercheck.drift_report import DriftReport
 from layercheck.layers import LayerStep
-from layercheck.manifest import DriftReport
 
 if TYPE_CHECKING:
     from torch import Tensor

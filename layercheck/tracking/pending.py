@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layercheck.device_event import DeviceEvent
+from layercheck.drift_report import DriftReport
 from layercheck.errors import LayerCheckError
-from layercheck.manifest import DriftReport
 
 REPORT_S = 1800.0
 """Limit of the wait for a device; on a host the limit is that of the process group's own collectives."""

@@ -6,8 +6,9 @@ from typing import Any
 
 from layercheck.config import ResidualConfig
 from layercheck.decision import LayerWrite, PersistDecision
+from layercheck.drift_report import DriftReport
 from layercheck.layers import LayerMap
-from layercheck.manifest import DriftReport, TrainerState
+from layercheck.manifest import TrainerState
 from layercheck.persistence.storage import Storage
 from layercheck.step_report import StepReport
 from layercheck.tracking.ledger import Ledger

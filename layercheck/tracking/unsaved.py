@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from layercheck.drift_report import DriftReport
 from layercheck.layers import LayerMap
 from layercheck.lost import DISPLACEMENT, over_all
-from layercheck.manifest import DriftReport
 from layercheck.tracking.policy import ResidualFacts
 from layercheck.tracking.versions import first_staggers
 

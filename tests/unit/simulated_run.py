@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.decision import PersistDecision
+from layercheck.drift_report import DriftReport
 from layercheck.layers import LayerKind, LayerMap, LayerSpec, ParamSpec
-from layercheck.manifest import DriftReport
 from layercheck.tracking.ledger import Ledger, LedgerEvents
 from layercheck.tracking.policy import decide
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layercheck.decision import LayerWrite, PersistDecision
-from layercheck.manifest import DriftReport, LayerPlan, RecoveryPlan
+from layercheck.drift_report import DriftReport
+from layercheck.manifest import LayerPlan, RecoveryPlan
 from layercheck.tracking.ledger import Ledger, LedgerEvents
 from layercheck.tracking.policy import decide
 from tests.unit.simulated_run import SimulatedRun, config, transformer

@@ -3,7 +3,7 @@
 import pytest
 
 from layercheck.decision import LayerWrite, PersistDecision
-from layercheck.manifest import DriftReport
+from layercheck.drift_report import DriftReport
 from layercheck.tracking.ledger import Ledger
 from tests.unit.simulated_run import config, transformer
 

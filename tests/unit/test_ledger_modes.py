@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from layercheck.decision import LayerWrite, PersistDecision
+from layercheck.drift_report import DriftReport
 from layercheck.layers import LayerMap
-from layercheck.manifest import DriftReport, LayerPlan, RecoveryPlan
+from layercheck.manifest import LayerPlan, RecoveryPlan
 from layercheck.tracking.budget import PERIOD_STEPS
 from layercheck.tracking.ledger import Ledger
 from tests.unit.simulated_run import config, transformer

@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layercheck.coordination.lost import lost_drift, measure_of
+from layercheck.drift_report import DriftReport
+from layercheck.layers import LayerStep
 from layercheck.lost import in_words, over_all
-from layercheck.manifest import DriftReport, LayerPlan, LayerStep, Progress
+from layercheck.manifest import LayerPlan, Progress
 from layercheck.tracking.unsaved import Unsaved
 from tests.unit.simulated_run import SimulatedRun, config, transformer
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.decision import LayerWrite, PersistDecision
+from layercheck.drift_report import DriftReport
 from layercheck.errors import ConfigError
-from layercheck.manifest import DriftReport
 from layercheck.tracking.memory import Staged, copies
 from layercheck.tracking.policy import LayerFacts, PolicyFacts
 from tests.runs import layer_map

@@ -4,7 +4,7 @@ from math import inf, nan
 
 import pytest
 
-from layercheck.manifest import DriftReport
+from layercheck.drift_report import DriftReport
 from layercheck.tracking.notices import NoticeSlots, RankNotices
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layercheck.decision import PersistDecision
+from layercheck.drift_report import DriftReport
 from layercheck.errors import ConfigError
 from layercheck.layers import LayerMap
-from layercheck.manifest import DriftReport
 from layercheck.tracking.ledger import Ledger
 from layercheck.tracking.policy import LayerFacts, PolicyFacts, decide, full_anchor, threshold
 from tests.unit.simulated_run import SimulatedRun, config, layer, transformer

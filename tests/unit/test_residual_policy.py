@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from layercheck.config import parse_config
 from layercheck.decision import LayerWrite, PersistDecision
+from layercheck.drift_report import DriftReport
 from layercheck.errors import ConfigError
-from layercheck.manifest import DriftReport, LayerPlan, LayerStep, RecoveryPlan
+from layercheck.layers import LayerStep
+from layercheck.manifest import LayerPlan, RecoveryPlan
 from layercheck.tracking.ledger import Ledger
 from layercheck.tracking.policy import LayerFacts, PolicyFacts, ResidualFacts, decide
 from layercheck.tracking.unsaved import Unsaved

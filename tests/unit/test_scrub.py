@@ -11,9 +11,10 @@ from layercheck.coordination import journal, scrub_order
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.plan import PlanRequest, make_plan
 from layercheck.coordination.scrub import Scrubber
+from layercheck.drift_report import DriftReport
 from layercheck.errors import StorageError
 from layercheck.layers import LayerMap, LayerStep
-from layercheck.manifest import BadShard, DriftReport, ShardRecord
+from layercheck.manifest import BadShard, ShardRecord
 from layercheck.tracking.ledger import Ledger
 from layercheck.tracking.policy import decide
 from tests.fakes import Clock, flip_bit

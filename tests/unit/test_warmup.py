@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from layercheck.manifest import DriftReport
+from layercheck.drift_report import DriftReport
 from layercheck.tracking.calibrate import mean_interval
 from layercheck.tracking.ledger import Ledger
 from layercheck.tracking.warmup import told_at_the_end, told_at_the_start

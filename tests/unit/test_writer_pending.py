@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from layercheck.decision import LayerWrite
+from layercheck.drift_report import DriftReport
 from layercheck.errors import LayerCheckError, StorageError
-from layercheck.manifest import MEMORY_PART, DriftReport, EventId
+from layercheck.manifest import MEMORY_PART, EventId
 from layercheck.persistence.bases import BaseCopies
 from layercheck.persistence.copier import HostCopier
 from layercheck.persistence.recode import Piece
