@@ -353,3 +353,9 @@ class BadShard(Record):
     step: int
     attempt: int
     error: str
+
+    @property
+    def event(self) -> EventId:
+        """The event that its file belongs to; another one of the same step may hold the layer, too."""
+        named = EventId.parse(self.file.rpartition("/")[0])
+        return named or EventId(step=self.step, attempt=self.attempt)

@@ -7,7 +7,7 @@ event goes only if nothing in it is marked.
 from dataclasses import dataclass
 
 from layercheck.coordination import residuals
-from layercheck.coordination.facts import StoreFacts, Version, by_layer, full_events
+from layercheck.coordination.facts import State, StoreFacts, Version, by_layer, full_events
 from layercheck.coordination.lineage import Lineage
 from layercheck.manifest import EventId
 
@@ -81,21 +81,21 @@ def _needed(facts: StoreFacts, lineage: Lineage, keep_versions: int, keep_full: 
     """
     layer_map, of_base = facts.run.layer_map, residuals.by_base(facts.live_commits(lineage))
     versions = {
-        name: [version for version in all_of if version.key not in facts.bad_versions]
+        name: [version for version in all_of if version.key not in facts.bad_saves]
         for name, all_of in by_layer(facts.live_commits(lineage), layer_map).items()
     }
     needed: dict[EventId, str] = {}
-    for step, attempt in full_events(versions, layer_map)[:keep_full]:
-        for version in _at(versions, step, attempt):
+    for state in full_events(versions, layer_map)[:keep_full]:
+        for version in _at(versions, state):
             needed.setdefault(version.event, "full event")
     for layer in layer_map.layers:
         kept = versions[layer.name] if not layer.trainable else versions[layer.name][:keep_versions]
         for rank, version in enumerate(kept):
             needed.setdefault(version.event, f"version {rank + 1} of {layer.name}")
-            if residual := residuals.newest(version, of_base, facts.bad_versions):
+            if residual := residuals.newest(version, of_base, facts.bad_saves):
                 needed.setdefault(residual.event, f"residual of {layer.name}")
     return needed
 
 
-def _at(versions: dict[str, list[Version]], step: int, attempt: int) -> list[Version]:
-    return [v for all_of in versions.values() for v in all_of if v.key[1:] == (step, attempt)]
+def _at(versions: dict[str, list[Version]], state: State) -> list[Version]:
+    return [v for all_of in versions.values() for v in all_of if v.state == state]

@@ -19,26 +19,34 @@ from layercheck.manifest import (
 )
 from layercheck.memory.held import Held
 
-VersionKey = tuple[str, int, int]
-"""(layer, step, attempt)."""
+SaveKey = tuple[str, int, int, int]
+"""(layer, step, attempt, part). A step can have several events, each with its own save of a layer (a residual
+of the policy, a version of `save_now`), and one of these can be damaged alone."""
+State = tuple[int, int]
+"""(step, attempt). All versions of one layer in this state hold the same bytes (I4), whatever their event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
     """One saved copy of one layer with the shards of all ranks.
 
-    `base` makes it a residual: (step, attempt) of the version that it adds to.
+    `base` makes it a residual: the state of the version that it adds to.
     """
 
     layer: str
     event: EventId
     shards: Sequence[ShardRecord]
-    base: tuple[int, int] | None = None
+    base: State | None = None
 
     @property
-    def key(self) -> VersionKey:
+    def key(self) -> SaveKey:
         """What a blacklist names."""
-        return self.layer, self.event.step, self.event.attempt
+        return key_of(self.layer, self.event)
+
+    @property
+    def state(self) -> State:
+        """Step and attempt; the part says nothing of what it holds."""
+        return self.event.step, self.event.attempt
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -94,9 +102,9 @@ class StoreFacts:
         return Lineage(self.newest.lineage) if self.newest else Lineage()
 
     @cached_property
-    def bad_versions(self) -> frozenset[VersionKey]:
-        """Versions that no plan may use."""
-        return frozenset((shard.layer, shard.step, shard.attempt) for shard in self.bad)
+    def bad_saves(self) -> frozenset[SaveKey]:
+        """Versions and residuals that no plan may use."""
+        return frozenset(key_of(shard.layer, shard.event) for shard in self.bad)
 
     @property
     def committed_bytes(self) -> int:
@@ -119,6 +127,11 @@ class StoreFacts:
     def newest_commit_step(self, attempt: int) -> int:
         """Newest committed step of one attempt, -1 for none."""
         return max((c.event.step for c in self.commits if c.event.attempt == attempt), default=-1)
+
+
+def key_of(layer: str, event: EventId) -> SaveKey:
+    """What tells the save of a layer in one event from all others."""
+    return layer, event.step, event.attempt, event.part
 
 
 def saves_of(commit: Commit) -> Iterator[Version]:
@@ -152,9 +165,9 @@ def by_layer(commits: Iterable[Commit], layer_map: LayerMap) -> dict[str, list[V
 
 
 def full_events(
-    versions: dict[str, list[Version]], layer_map: LayerMap, bad: frozenset[VersionKey] = frozenset()
-) -> list[tuple[int, int]]:
-    """(step, attempt) of all events that hold every trainable layer, newest first; damaged ones left out."""
+    versions: dict[str, list[Version]], layer_map: LayerMap, bad: frozenset[SaveKey] = frozenset()
+) -> list[State]:
+    """The states of which every trainable layer has a version, newest first; damaged ones left out."""
     names = [layer.name for layer in layer_map.trainable]
-    held = [{v.key[1:] for v in versions[name] if v.key not in bad} for name in names]
+    held = [{v.state for v in versions[name] if v.key not in bad} for name in names]
     return sorted(set.intersection(*held), reverse=True) if held else []

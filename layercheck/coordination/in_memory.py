@@ -49,7 +49,7 @@ def newer_versions(
     versions = by_layer((e for e in events if e.event.step <= t_fail), facts.run.layer_map)
     found: dict[str, PlannedSave] = {}
     for name, all_of in versions.items():
-        good = [v for v in all_of if v.key not in facts.bad_versions]
+        good = [v for v in all_of if v.key not in facts.bad_saves]
         if good and good[0].event.step >= _least_step(saved[name]):
             event = good[0].event
             found[name] = PlannedSave(step=event.step, attempt=event.attempt, shards=tuple(good[0].shards))

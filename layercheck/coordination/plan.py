@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from layercheck.coordination import in_memory, residuals
-from layercheck.coordination.facts import StoreFacts, Version, VersionKey, by_layer, full_events
+from layercheck.coordination.facts import SaveKey, State, StoreFacts, Version, by_layer, full_events
 from layercheck.coordination.lineage import ENDLESS, Lineage
 from layercheck.coordination.lost import lost_drift, measure_of
 from layercheck.errors import NoPlanError
@@ -62,10 +62,10 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """The chosen version of each layer. `event` is None for a composite, else what was rolled back to."""
+    """The chosen version of each layer. `state` is None for a composite, else what was rolled back to."""
 
     versions: dict[str, Version]
-    event: tuple[int, int] | None = None
+    state: State | None = None
 
 
 def is_fresh(facts: StoreFacts, begun: AttemptRecord | None = None) -> bool:
@@ -110,14 +110,14 @@ def make_plan(
     if request.at_step is not None:
         versions = _until(facts, versions, request.at_step)
     of_base = residuals.by_base(commits, ENDLESS if request.at_step is None else request.at_step)
-    bad = facts.bad_versions | _without((*versions.values(), *of_base.values()), request.without)
+    bad = facts.bad_saves | _without((*versions.values(), *of_base.values()), request.without)
     held = in_memory.live_events(facts, lineage)
     fixed = _Failure(begun.r_b, "journal", begun.trainer_state) if begun else None
     failure = fixed or _failure(facts, lineage, held)
     if request.at_step is not None:
         failure = _failure_at(facts, lineage, request.at_step, failure.step)
     mode, choice = _choose(facts, request, versions, bad)
-    if choice.event is not None:
+    if choice.state is not None:
         of_base, held = {}, []  # the state of one step, as its event has it
         failure = _rolled_back_from(facts, begun, failure)
     resume = _resume_at(facts, choice, failure)
@@ -214,10 +214,10 @@ def _rolled_back_from(facts: StoreFacts, begun: AttemptRecord | None, failure: _
 
 def _resume_at(facts: StoreFacts, choice: _Choice, failure: _Failure) -> _Failure:
     """The last step that counts as done, with the trainer state that belongs to it."""
-    if choice.event is None:
+    if choice.state is None:
         return failure
-    step, attempt = choice.event
-    states = [c.trainer_state for c in facts.commits if (c.event.step, c.event.attempt) == choice.event]
+    step, attempt = choice.state
+    states = [c.trainer_state for c in facts.commits if (c.event.step, c.event.attempt) == choice.state]
     assert states, f"event of step {step}, attempt {attempt} has no commit"
     return _Failure(step, "commit", states[0])
 
@@ -229,7 +229,7 @@ def _choose(
     facts: StoreFacts,
     request: PlanRequest,
     versions: dict[str, list[Version]],
-    bad: frozenset[VersionKey],
+    bad: frozenset[SaveKey],
 ) -> tuple[PlanMode, _Choice]:
     if not _has_base(facts, versions):
         return "warmup_rollback", _newest_full(facts, versions, bad)
@@ -251,9 +251,7 @@ def _has_base(facts: StoreFacts, versions: dict[str, list[Version]]) -> bool:
     )
 
 
-def _newest_each(
-    facts: StoreFacts, versions: dict[str, list[Version]], bad: frozenset[VersionKey]
-) -> _Choice:
+def _newest_each(facts: StoreFacts, versions: dict[str, list[Version]], bad: frozenset[SaveKey]) -> _Choice:
     chosen = {name: next((v for v in all_of if v.key not in bad), None) for name, all_of in versions.items()}
     missing = [name for name, version in chosen.items() if version is None]
     if missing:
@@ -261,9 +259,7 @@ def _newest_each(
     return _Choice({name: version for name, version in chosen.items() if version is not None})
 
 
-def _newest_full(
-    facts: StoreFacts, versions: dict[str, list[Version]], bad: frozenset[VersionKey]
-) -> _Choice:
+def _newest_full(facts: StoreFacts, versions: dict[str, list[Version]], bad: frozenset[SaveKey]) -> _Choice:
     """All trainable layers from one full event; frozen ones from their newest version, whatever its step."""
     layer_map = facts.run.stored
     full = full_events(versions, layer_map, bad)
@@ -273,7 +269,7 @@ def _newest_full(
         raise _no_plan(facts, lacking or [layer.name for layer in layer_map.trainable], versions)
     chosen: dict[str, Version] = {}
     for layer in layer_map.layers:
-        wanted = [v for v in usable[layer.name] if not layer.trainable or v.key[1:] == full[0]]
+        wanted = [v for v in usable[layer.name] if not layer.trainable or v.state == full[0]]
         if not wanted:
             raise _no_plan(facts, [layer.name], versions)
         chosen[layer.name] = wanted[0]
@@ -306,7 +302,7 @@ def _until(facts: StoreFacts, versions: dict[str, list[Version]], at_step: int) 
     return kept
 
 
-def _without(saves: Iterable[list[Version]], files: frozenset[str]) -> frozenset[VersionKey]:
+def _without(saves: Iterable[list[Version]], files: frozenset[str]) -> frozenset[SaveKey]:
     return frozenset(
         version.key
         for all_of in saves
@@ -322,7 +318,7 @@ def _without(saves: Iterable[list[Version]], files: frozenset[str]) -> frozenset
 class _After:
     """What else says what of a layer comes back."""
 
-    bad: frozenset[VersionKey]
+    bad: frozenset[SaveKey]
     of_base: dict[residuals.BaseKey, list[Version]]
     lineage: Lineage
     t_fail: int

@@ -6,12 +6,12 @@ others are garbage; one whose version is gone, dead or damaged is of no use to a
 
 from collections.abc import Iterable, Mapping
 
-from layercheck.coordination.facts import Version, VersionKey, saves_of
+from layercheck.coordination.facts import SaveKey, Version, saves_of
 from layercheck.coordination.lineage import ENDLESS
 from layercheck.manifest import Commit, PlannedSave
 
 BaseKey = tuple[str, int, int]
-"""(layer, step, attempt) of a version."""
+"""(layer, step, attempt) of a version; of two in one state either will do."""
 
 
 def by_base(commits: Iterable[Commit], until: int = ENDLESS) -> dict[BaseKey, list[Version]]:
@@ -27,18 +27,22 @@ def by_base(commits: Iterable[Commit], until: int = ENDLESS) -> dict[BaseKey, li
 
 
 def newest(
-    version: Version, residuals: Mapping[BaseKey, list[Version]], bad: frozenset[VersionKey]
+    version: Version, residuals: Mapping[BaseKey, list[Version]], bad: frozenset[SaveKey]
 ) -> Version | None:
     """The newest undamaged residual of a version."""
-    return next((one for one in residuals.get(version.key, ()) if one.key not in bad), None)
+    return next((one for one in residuals.get(_base_key(version), ()) if one.key not in bad), None)
 
 
 def has_newer_bad(
-    version: Version, residuals: Mapping[BaseKey, list[Version]], bad: frozenset[VersionKey]
+    version: Version, residuals: Mapping[BaseKey, list[Version]], bad: frozenset[SaveKey]
 ) -> bool:
     """True if a damaged residual of it is newer than all good ones."""
-    of_version = next(iter(residuals.get(version.key, ())), None)
+    of_version = next(iter(residuals.get(_base_key(version), ())), None)
     return of_version is not None and of_version.key in bad
+
+
+def _base_key(version: Version) -> BaseKey:
+    return version.layer, *version.state
 
 
 def planned(residual: Version | None) -> PlannedSave | None:

@@ -21,7 +21,7 @@ def live_shards(facts: StoreFacts) -> tuple[ShardRecord, ...]:
 
     Of each version also its newest residual.
     """
-    commits, bad = facts.live_commits(facts.lineage), facts.bad_versions
+    commits, bad = facts.live_commits(facts.lineage), facts.bad_saves
     versions, of_base = by_layer(commits, facts.run.layer_map), residuals.by_base(commits)
     good = [v for all_of in versions.values() for v in all_of if v.key not in bad]
     added = (residuals.newest(version, of_base, bad) for version in good)
@@ -55,13 +55,18 @@ def demoted(facts: StoreFacts) -> tuple[LayerStep, ...]:
     if not facts.bad:
         return ()
     newest_first = facts.live_commits(facts.lineage)[::-1]
-    layers = sorted({layer for layer, _, _ in facts.bad_versions} & facts.run.layer_map.by_name.keys())
-    found = ((layer, list(_until_good(facts, newest_first, layer))) for layer in layers)
-    return tuple(
-        LayerStep(layer, -1 if versions[-1].key in facts.bad_versions else versions[-1].event.step)
-        for layer, versions in found
-        if versions and versions[0].key in facts.bad_versions
-    )
+    layers = sorted({layer for layer, *_ in facts.bad_saves} & facts.run.layer_map.by_name.keys())
+    counts = ((layer, _instead(facts, newest_first, layer)) for layer in layers)
+    return tuple(LayerStep(layer, step) for layer, step in counts if step is not None)
+
+
+def _instead(facts: StoreFacts, newest_first: list[Commit], layer: str) -> int | None:
+    """Step of the version that counts in place of the newest one; None if nothing older has to."""
+    versions = list(_until_good(facts, newest_first, layer))
+    if not versions:
+        return None
+    step = -1 if versions[-1].key in facts.bad_saves else versions[-1].event.step
+    return step if step < versions[0].event.step else None
 
 
 def _until_good(facts: StoreFacts, newest_first: list[Commit], layer: str) -> Iterator[Version]:
@@ -70,7 +75,7 @@ def _until_good(facts: StoreFacts, newest_first: list[Commit], layer: str) -> It
         version = version_in(commit, layer)
         if version is not None:
             yield version
-            if version.key not in facts.bad_versions:
+            if version.key not in facts.bad_saves:
                 return
 
 

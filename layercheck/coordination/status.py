@@ -57,7 +57,7 @@ def _layers(facts: StoreFacts, plan: RecoveryPlan | None) -> list[dict[str, Any]
     planned = {layer.layer: layer for layer in plan.layers} if plan else {}
     rows = []
     for name, all_of in versions.items():
-        version = next((v for v in all_of if v.key not in facts.bad_versions), None)
+        version = next((v for v in all_of if v.key not in facts.bad_saves), None)
         if version is None:
             continue
         first, layer = version.shards[0], planned.get(name)
