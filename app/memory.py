@@ -10,6 +10,7 @@ _ADAM_BYTES = 12
 """fp32 weight and two moments of an element that trains."""
 _MASTER_BYTES = 4
 """Its weight alone."""
+_COPIES_IN_MEMORY = 2
 _REDUCE_BUCKET = 500_000_000
 _PREFETCH_BUCKET = 50_000_000
 """Elements; DeepSpeed's defaults."""
@@ -47,6 +48,8 @@ class MemoryEstimate:
         activations: of one micro-batch.
         staging: copies in flight to the storage, in host memory; at most this.
         bases: the newest versions' weights, from which residuals count, in host memory.
+        vault: this rank's part of the memory tier, copies for another node included, in shared memory; about.
+        vault_limit: most that all ranks of a host may put there, None if nobody said.
         offloaded: whether gradients and optimizer lie in host memory.
         on_device: whether there is a device beside the host.
     """
@@ -59,6 +62,8 @@ class MemoryEstimate:
     activations: int
     staging: int
     bases: int
+    vault: int
+    vault_limit: int | None
     offloaded: bool
     on_device: bool
 
@@ -77,7 +82,7 @@ class MemoryEstimate:
             here = self.certain + self.gathered + self.buckets + self.activations
         else:
             here = self.gradients + self.optimizer if self.offloaded else 0
-        return here + self.staging + self.bases
+        return here + self.staging + self.bases + self.vault
 
     @property
     def certain(self) -> int:
@@ -113,6 +118,8 @@ def estimate(sizes: ModelSizes, config: Config, world_size: int) -> MemoryEstima
         activations=logits + (kept if config.model.gradient_checkpointing else whole),
         staging=_staging(config, full),
         bases=_MASTER_BYTES * _share(sizes.with_residuals, world_size),
+        vault=_vault(config, full),
+        vault_limit=_vault_limit(config),
         offloaded=train.offload,
         on_device=on_device,
     )
@@ -128,6 +135,23 @@ def _staging(config: Config, full: int) -> int:
     return min(full, config.checkpoint.settings.staging_bytes or full)
 
 
+def _vault(config: Config, full: int) -> int:
+    """The newest copy of everything and the one being made, and as much for each copy on another node.
+
+    With `k_ratio` above 0 it can be more: an event stays until each of its layers has a newer copy.
+    """
+    memory = config.checkpoint.settings.memory
+    if config.checkpoint.method != "layercheck" or not memory.enabled:
+        return 0
+    needed, limit = _COPIES_IN_MEMORY * full * (1 + memory.replicas), _vault_limit(config)
+    return needed if limit is None else min(needed, limit)
+
+
+def _vault_limit(config: Config) -> int | None:
+    budget_gb = config.checkpoint.settings.memory.budget_gb
+    return None if budget_gb is None else int(budget_gb * 1e9)
+
+
 def describe(needed: MemoryEstimate, sizes: ModelSizes, world_size: int) -> str:
     """One line for a person."""
     parts = {
@@ -139,6 +163,7 @@ def describe(needed: MemoryEstimate, sizes: ModelSizes, world_size: int) -> str:
         "activations about": needed.activations,
         "staging up to": needed.staging,
         "copies for residuals": needed.bases,
+        "memory tier about": needed.vault,
     }
     text = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items())
     where = f"{size(needed.device)} of the device and " if needed.on_device else ""
@@ -179,7 +204,7 @@ def check(
             warning = (
                 f"memory may not be enough: about {size(whole)} of {size(have)} of the {kind} are needed; "
                 "model.gradient_checkpointing, a smaller train.micro_batch or data.seq_len, and "
-                "checkpoint.settings.staging_bytes or residual.exclude (host) lower it"
+                "checkpoint.settings.staging_bytes, residual.exclude or memory.budget_gb (host) lower it"
             )
     return warning
 
@@ -190,8 +215,11 @@ def _places(
     """(name, bytes that are certain, bytes in all, bytes there are) of each memory."""
     moved = needed.gradients + needed.optimizer if needed.offloaded or not needed.on_device else 0
     on_host = moved + (0 if needed.on_device else needed.weights)
-    # Staging takes at most a quarter of what is free, unless `staging_bytes` says more.
-    on_host_in_all = ranks * (needed.host - needed.staging) + min(ranks * needed.staging, host_bytes // 4)
+    # Staging takes at most a quarter of what is free, unless `staging_bytes` says more; the memory tier half
+    # of the shared memory (as a rule half of the host's), unless `budget_gb` says more or less.
+    limit = host_bytes // 4 if needed.vault_limit is None else needed.vault_limit
+    limited = min(ranks * needed.staging, host_bytes // 4) + min(ranks * needed.vault, limit)
+    on_host_in_all = ranks * (needed.host - needed.staging - needed.vault) + limited
     places = [("host", ranks * on_host, on_host_in_all, host_bytes)]
     if needed.on_device and device_bytes is not None:
         places.insert(0, ("device", needed.certain - moved, needed.device, device_bytes))

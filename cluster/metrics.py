@@ -30,12 +30,14 @@ GAUGES = {
     "s_max": "Steps that no layer may be older than",
     "step_seconds": "Median seconds of a step, saving included",
     "ettr": "Median step x steps kept / elapsed time, since this coordinator's first step",
+    "vault_bytes": "Bytes that the memory tier of a node holds",
 }
 COUNTERS = {
     "events": "Events that were committed",
     "failed_saves": "Events that were declared lost",
     "shard_bytes": "Bytes of all shards that ranks reported durable",
     "stall_seconds": "Seconds that training waited for saves",
+    "skipped_copies": "Copies in memory that ranks left out, mostly for lack of room",
     "recoveries": "Recoveries whose receipt came",
     "recovery_seconds": "Seconds of recoveries, by phase",
     "recovery_lost_steps": "Steps lost at recoveries, weighted by layer size",
@@ -44,6 +46,10 @@ COUNTERS = {
 PHASES = tuple(phase.removesuffix("_s") for phase in RECOVERY_PHASES)
 """Values of the tag `phase` of `recovery_seconds`."""
 PREFIX = "layercheck_"
+_OF_VAULTS = ("vault_bytes",)
+"""Gauges that each vault sets in its own process."""
+_SUMS = {"stall_s": "stall_seconds", "skipped_copies": "skipped_copies"}
+"""Cost that is a sum over the steps of an attempt -> its counter."""
 _COSTS = ("max_age", "weighted_age", "lost_steps", "lost_drift", "drift_ratio", "inflight_bytes")
 
 
@@ -56,16 +62,16 @@ class Metrics:
     def __init__(
         self, run: str, s_max: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._gauges = {key: Gauge(PREFIX + key, text, tag_keys=("run",)) for key, text in GAUGES.items()}
+        self._gauges = {key: _gauge(run, key) for key in GAUGES if key not in _OF_VAULTS}
         self._counters = {
             key: Counter(PREFIX + key, text, tag_keys=tag_keys(key)) for key, text in COUNTERS.items()
         }
-        for metric in (*self._gauges.values(), *self._counters.values()):
-            metric.set_default_tags({"run": run})
+        for counter in self._counters.values():
+            counter.set_default_tags({"run": run})
         self.values: dict[str, float] = {}
         self._lock = threading.Lock()
         self._attempt = 0
-        self._stall_s = 0.0
+        self._summed: dict[str, float] = {}
         self._lost: set[int] = set()
         self._committed: tuple[int, int] = (-1, 0)
         self._open: dict[EventId, set[int]] = {}
@@ -138,7 +144,7 @@ class Metrics:
 
     def _begin(self, attempt: int) -> None:
         """What is counted by attempt starts again; gauges keep their last value until told another."""
-        self._attempt, self._stall_s, self._lost, self._committed = attempt, 0.0, set(), (-1, 0)
+        self._attempt, self._summed, self._lost, self._committed = attempt, {}, set(), (-1, 0)
         self._open = {event: ranks for event, ranks in self._open.items() if event.attempt == attempt}
         self.values.pop("step", None)  # after a roll-back it is a smaller one
         self._set("attempt", attempt)
@@ -147,9 +153,10 @@ class Metrics:
         for key in _COSTS:
             if key in costs and math.isfinite(costs[key]):
                 self._set(key, costs[key])
-        stall_s = costs.get("stall_s", 0.0)
-        self._count("stall_seconds", stall_s - self._stall_s)
-        self._stall_s = max(self._stall_s, stall_s)
+        for key, counter in _SUMS.items():
+            known, told = self._summed.get(key, 0.0), costs.get(key, 0.0)
+            self._count(counter, told - known)
+            self._summed[key] = max(known, told)
 
     def _set(self, key: str, value: float) -> None:
         self.values[key] = value
@@ -160,6 +167,23 @@ class Metrics:
             name = key if phase is None else f"{key}.{phase}"
             self.values[name] = self.values.get(name, 0) + more
             self._counters[key].inc(more, tags={"phase": phase} if phase else {})
+
+
+class VaultMetrics:
+    """The gauges of one vault. Ray adds to each which node it comes from."""
+
+    def __init__(self, run: str) -> None:
+        self._gauges = {key: _gauge(run, key) for key in _OF_VAULTS}
+
+    def looked(self, used_bytes: int) -> None:
+        """What the segments of the vault take."""
+        self._gauges["vault_bytes"].set(used_bytes)
+
+
+def _gauge(run: str, key: str) -> Gauge:
+    made = Gauge(PREFIX + key, GAUGES[key], tag_keys=tag_keys(key))
+    made.set_default_tags({"run": run})
+    return made
 
 
 def tag_keys(key: str) -> tuple[str, ...]:

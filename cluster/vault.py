@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.client import connect
 from cluster.coordinator import NAMESPACE, coordinator_name, normal_storage
+from cluster.metrics import VaultMetrics
 from layercheck.config import LayerCheckConfig
 from layercheck.errors import LayerCheckError, VaultError
 from layercheck.manifest import EventId
@@ -51,6 +52,7 @@ class VaultActor:
         self._called_s = time.monotonic()
         self._chosen: VaultCalls | None = None
         self._looked_s = -_PEER_S
+        self._metrics = VaultMetrics(run)
         self.over = threading.Thread(target=self._end_when_over, name="over", daemon=True)
         self.over.start()
 
@@ -84,6 +86,8 @@ class VaultActor:
     def _end_when_over(self) -> None:
         try:
             while not self._is_over():
+                if self._plain is not None:
+                    self._metrics.looked(self._plain.used_bytes)
                 time.sleep(_LOOK_S)
             if self._plain is not None:
                 self._plain.end(None)

@@ -32,6 +32,7 @@ from layercheck.tracking.ledger import REASON_WINDOW, Ledger, LedgerEvents
 from layercheck.tracking.memory import Staged, copies
 from layercheck.tracking.notices import LOST_SLOTS, RankNotices
 from layercheck.tracking.run_log import RunLog
+from layercheck.tracking.sealed import Sealed
 from layercheck.tracking.warmup import told_at_the_end
 from layercheck.zero3 import Zero3Engine
 
@@ -60,7 +61,8 @@ class Attempt:
         step_s: seconds between that and the next call; `stall_s` the stall in the call before.
         alerts: what the next `StepReport` tells a person; see `alert`, `take_alerts`.
         signals: what announces the end of this process; `signal_grace_s` after that it comes.
-        sink, staged: of the memory tier, None without one.
+        sink, staged, sealed: of the memory tier, None without one.
+        told_left_out: copies in memory of which this rank has told that it left them out.
         ends_at: when the end comes by other word, monotonic seconds; see `grace_s`.
         preempted: the last save is over.
         costs: on rank 0, figures of the newest step; `stall_s` is the sum over this attempt's steps.
@@ -77,6 +79,8 @@ class Attempt:
     signal_grace_s: float
     sink: MemorySink | None = None
     staged: Staged | None = None
+    sealed: Sealed | None = None
+    told_left_out: int = 0
     ends_at: float = inf
     preempted: bool = False
     step: int = 0
@@ -121,6 +125,8 @@ class Attempt:
         self.backlog, self.told_grace_s = report.backlog, report.grace_s
         if self.staged is not None:
             self.staged.observe(report)
+        if self.sealed is not None:
+            self.sealed.observe(report)
         if self.run_log is not None:
             self.run_log.observed(report, self.ledger)
         return events
@@ -133,6 +139,8 @@ class Attempt:
         facts = self.ledger.facts(chosen.step, self.ledger.lr)
         found = copies(facts, self.staged, chosen, config, self.backlog)
         self.staged.take(found.step, [write.layer for write in found.writes])
+        if self.sealed is not None:
+            self.sealed.take(found.step, [write.layer for write in (*chosen.versions, *found.writes)])
         return found
 
     def report(self, decision: PersistDecision, nbytes: int, started: float, tracked: float) -> StepReport:
@@ -160,13 +168,17 @@ class Attempt:
             "weighted_age": step.weighted_age,
             "lost_steps": self.ledger.unsaved.lost_steps(step.step),
             "lost_drift": self.ledger.unsaved.lost_drift,
+            "skipped_copies": self.sealed.left_out if self.sealed is not None else 0,
             "drift_ratio": max((drift[name] / k for name, k in thresholds.items() if k), default=0.0),
         }
         self._warn_if_age_dominates(step.step)
 
     def told_by_heartbeats(self) -> dict[str, Any]:
         """The ledger's state, as commits hold it too, with what only the journal and the metrics need."""
-        return self.ledger.to_state() | {"costs": self.costs, "unsaved": self.ledger.unsaved.to_state()}
+        told = {"costs": self.costs, "unsaved": self.ledger.unsaved.to_state()}
+        if self.sealed is not None:
+            told["memory"] = self.sealed.to_state()
+        return self.ledger.to_state() | told
 
     def _warn_if_age_dominates(self, step: int) -> None:
         """Says, at most every `REASON_WINDOW` steps, that the threshold decides nothing."""
@@ -235,8 +247,13 @@ class Attempt:
         """
         if self.staged is not None and self.ledger.lag == 0 and self.ledger.config.memory.k_ratio == 0:
             self.writer.drain(_STAGED_S)
+        backlog = self.writer.backlog_bytes  # first: what is not in it any more, `left_out` counts already
         own = RankNotices(
-            self.writer.backlog_bytes, step_s=self.step_s, stall_s=self.stall_s, grace_s=self.grace_s
+            backlog,
+            step_s=self.step_s,
+            stall_s=self.stall_s,
+            grace_s=self.grace_s,
+            left_out=self._left_out_to_tell(),
         )
         if self.link is None:
             return own
@@ -257,6 +274,12 @@ class Attempt:
             fenced=reply.fenced,
             demoted=self._rot_to_tell(reply),
         )
+
+    def _left_out_to_tell(self) -> int:
+        """Each copy once."""
+        known = self.sink.left_out if self.sink is not None else 0
+        told, self.told_left_out = self.told_left_out, known
+        return known - told
 
     def _rot_to_tell(self, reply: HeartbeatReply) -> LayerStep | None:
         """One layer a step whose newest version has rotted, as far as the ledger does not know it yet.
@@ -317,6 +340,7 @@ def start_attempt(
         signal_grace_s=config.preemption_grace_s,
         sink=sink,
         staged=Staged.since(grant.r_b, zero3.layer_map, grant.plan) if sink is not None else None,
+        sealed=Sealed.since(config.memory.replicas, grant.plan) if sink is not None else None,
     )
 
 

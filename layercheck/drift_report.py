@@ -25,6 +25,7 @@ class DriftReport:
         displacement: layer -> distance from its newest version; None where `drift.kind` is `path`.
         step_s: seconds of the step itself, mean over the ranks.
         stall_s: seconds for which training waited for saves since the last report, mean over the ranks.
+        left_out: copies in memory that ranks had no room for since the last report, over all ranks.
     """
 
     step: int
@@ -41,6 +42,7 @@ class DriftReport:
     step_s: float = 0.0
     stall_s: float = 0.0
     grace_s: float = 0.0
+    left_out: int = 0
 
     @property
     def is_clean(self) -> bool:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from layercheck.commands import deaths
 from layercheck.commands.answer import DAMAGE, GOOD, Answer, number, size, table
 from layercheck.commands.store import Store
 from layercheck.coordination.facts import StoreFacts
@@ -21,6 +22,8 @@ def describe(facts: StoreFacts) -> Answer:
     fresh = is_fresh(facts)
     good = (value["recoverable"] or fresh) and not facts.damaged
     text = "\n".join([_headline(facts, value, fresh), "", _layers(value)])
+    if deaths.memory_helps(value):
+        text += f"\n\n{deaths.in_words(value)}\n\n{table(deaths.HEADER, deaths.rows(value))}"
     return Answer(value, text, GOOD if good else DAMAGE, facts.notes)
 
 

@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from layercheck.commands import deaths
 from layercheck.commands.answer import Answer, number, size
 from layercheck.commands.plan import PlanOptions, planned
 from layercheck.commands.status import describe, ending, has_completed
@@ -24,7 +25,7 @@ from layercheck.receipt import RECOVERY_PHASES
 WATCH_S = 2.0
 _BAR = 12
 _PLAIN_WIDTH = 110
-_HEAD_LINES = 9
+_HEAD_LINES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,8 @@ def view(facts: StoreFacts) -> View:
         f"{ending(facts)}"
     )
     cost, good = _cost(facts, s_max)
+    if deaths.memory_helps(value):
+        cost += f"\n{deaths.in_words(value)}"
     return View(title, cost, good, tuple(sorted(rows, key=_urgency, reverse=True)), facts.notes)
 
 

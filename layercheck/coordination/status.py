@@ -1,7 +1,9 @@
 """The summary of a run for people and scripts, from what the store holds. Pure."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from layercheck.coordination.deaths import Death, Left, left_by, lost_by
 from layercheck.coordination.facts import StoreFacts, by_layer
 from layercheck.coordination.plan import PlanRequest, make_plan
 from layercheck.errors import NoPlanError
@@ -13,11 +15,15 @@ def summarize(facts: StoreFacts) -> dict[str, Any]:
 
     Ages count from the newest step known; `recoverable` says whether a plan exists, `read_bytes` what it
     would read, `lost_steps` and `lost_drift` what a failure now would lose (see `RecoveryPlan`). `drift` is
-    the journaled D_l, `threshold` the K_l at the layer's last write.
+    the journaled D_l, `threshold` the K_l at the layer's last write. All of these say what the storage alone
+    would give. `if_dies` says what the death of a worker, a node, the cluster would leave with what lies in
+    memory: tier, step and lost steps of each layer, and `lost_steps` of the whole; `at_best` where another
+    node may have more.
     """
     plan = plan_now(facts)
     newest = facts.newest
-    layers = _layers(facts, plan)
+    left = left_by(facts, plan) if plan else {}
+    layers = _layers(facts, plan, left)
     return {
         "run": facts.run.name,
         "attempt": newest.attempt if newest else 0,
@@ -29,6 +35,7 @@ def summarize(facts: StoreFacts) -> dict[str, Any]:
         "lost_steps": plan.lost_steps if plan else None,
         "lost_drift": plan.lost_drift if plan else None,
         "measure": plan.measure if plan else "",
+        "if_dies": lost_by(plan, left) if plan else None,
         "recoverable": plan is not None,
         "read_bytes": plan.nbytes if plan else 0,
     }
@@ -50,7 +57,9 @@ def _newest_step(facts: StoreFacts) -> int:
     return max(newest.r_b, beat.step if beat else 0, facts.newest_commit_step(newest.attempt))
 
 
-def _layers(facts: StoreFacts, plan: RecoveryPlan | None) -> list[dict[str, Any]]:
+def _layers(
+    facts: StoreFacts, plan: RecoveryPlan | None, left: Mapping[str, Mapping[Death, Left]]
+) -> list[dict[str, Any]]:
     """One entry for each layer that has a live version: the newest undamaged one."""
     step = _newest_step(facts)
     versions = by_layer(facts.live_commits(facts.lineage), facts.run.layer_map)
@@ -70,6 +79,7 @@ def _layers(facts: StoreFacts, plan: RecoveryPlan | None) -> list[dict[str, Any]
                 "residual": layer.residual.step if layer and layer.residual else None,
                 "lost": layer.lost if layer else None,
                 "lost_drift": layer.lost_drift if layer else None,
+                "if_dies": {death: one.to_json() for death, one in left[name].items()} if layer else None,
                 "nbytes": version.nbytes,
                 "drift": plan.drift.get(name, 0.0) if plan else None,
                 "threshold": first.threshold,

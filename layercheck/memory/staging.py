@@ -41,6 +41,9 @@ class MemorySink:
         storage, coordinator: what it stands in front of.
         about: whose segments they are.
         wait_s: limit of the wait for the vault before a file goes to the storage from here.
+
+    Attributes:
+        left_out: events of which memory has no part of this rank, or none that its vault knows of.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class MemorySink:
         self._open: dict[EventId, tuple[str, int]] = {}
         self._alerts: list[str] = []
         self._is_refused = False
+        self.left_out = 0
 
     def write(self, path: str, chunks: HashedBytes) -> None:
         """See `FileSink.write`."""
@@ -126,7 +130,8 @@ class MemorySink:
         self._storage.write(path, chunks)
 
     def _alert(self, error: StorageError) -> None:
-        """Once until it works again: it would be said at every step."""
+        """Said once until it works again: it would be said at every step."""
+        self.left_out += 1
         if not self._is_refused:
             self._is_refused = True
             text = f"rank {self._about.rank} does without the memory tier: {error.message}"

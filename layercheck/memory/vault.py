@@ -207,7 +207,8 @@ class Vault:
     @property
     def used_bytes(self) -> int:
         """Memory of all segments, open ones included."""
-        return sum(kept.nbytes for kept in self._kept.values())
+        with self._lock:
+            return sum(kept.nbytes for kept in self._kept.values())
 
     @property
     def files(self) -> frozenset[str]:

@@ -15,6 +15,7 @@ from layercheck.commands.answer import number, size
 from layercheck.report import charts
 from layercheck.report.compare import Pair, compare_section
 from layercheck.report.data import REASONS, RunReport
+from layercheck.report.deaths import deaths_section
 from layercheck.report.figures import figures
 from layercheck.report.lives import AttemptRow
 from layercheck.report.pieces import html_table, seconds_text, share, steps
@@ -36,6 +37,7 @@ def page(report: RunReport, beside: Pair | None = None) -> str:
         *figures(report),
         _receipts(report),
         _layers(report),
+        deaths_section(report.status),
         compare_section(beside) if beside is not None else "",
         _notes(report),
     ]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LOST_SLOTS = 4
 _OF_RANK_ZERO = 6 + LOST_SLOTS
-_OF_ALL = 3
+_OF_ALL = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class RankNotices:
         grad_norm: of the step; where it is not finite the rank has an error too. May live on a device.
         step_s: seconds of the step itself, without what the session did in it.
         stall_s: seconds for which training waited for saves since the last report.
+        left_out: copies in memory that this rank had no room for since the last report.
         grace_s: seconds until this rank will be ended from outside; 0 for not announced.
         committed_step, committed_part, lost_steps, fenced, demoted: count on rank 0 alone.
     """
@@ -45,6 +46,7 @@ class RankNotices:
     step_s: float = 0.0
     stall_s: float = 0.0
     grace_s: float = 0.0
+    left_out: int = 0
 
 
 class NoticeSlots:
@@ -72,7 +74,8 @@ class NoticeSlots:
         slots[world + rank] = notices.grace_s
         norm_is_bad = isinstance(notices.grad_norm, float) and not isfinite(notices.grad_norm)
         is_bad = float(notices.error or norm_is_bad)
-        slots[-_OF_ALL:] = [notices.step_s / world, notices.stall_s / world, is_bad]
+        seconds = notices.step_s / world, notices.stall_s / world
+        slots[-_OF_ALL:] = [*seconds, float(notices.left_out), is_bad]
         if rank == 0:
             lost = (*notices.lost_steps[:LOST_SLOTS], *[-1] * LOST_SLOTS)[:LOST_SLOTS]
             slots[2 * world : -_OF_ALL] = [
@@ -95,7 +98,7 @@ class NoticeSlots:
         """The report of a step: its drift, and the sums of all ranks' slots."""
         world = self._world
         fenced, committed, part, lr, rotten, usable, *lost = slots[2 * world : -_OF_ALL]
-        step_s, stall_s, errors = slots[-_OF_ALL:]
+        step_s, stall_s, left_out, errors = slots[-_OF_ALL:]
         return DriftReport(
             step=step,
             delta=delta,
@@ -110,6 +113,7 @@ class NoticeSlots:
             errors=int(errors),
             step_s=step_s,
             stall_s=stall_s,
+            left_out=int(left_out),
             grace_s=min((slot for slot in slots[world : 2 * world] if slot > 0), default=0.0),
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.metrics import COUNTERS, GAUGES, PREFIX, Metrics
+from cluster.metrics import COUNTERS, GAUGES, PREFIX, Metrics, VaultMetrics
 from layercheck.coordination.protocol import HeartbeatReply
 from layercheck.manifest import EventId
 
@@ -60,11 +60,12 @@ def test_what_only_the_ranks_know_comes_with_the_heartbeat(metrics: Metrics) -> 
         "max_age": 7, "weighted_age": 2.5, "lost_steps": 1.5, "lost_drift": 0.25, "drift_ratio": 0.9,
         "inflight_bytes": 4096.0,
     }  # fmt: skip
-    beat(metrics, 1, costs={**known, "stall_s": 1.5})
-    beat(metrics, 2, costs={**known, "max_age": 8, "stall_s": 2.0})
+    beat(metrics, 1, costs={**known, "stall_s": 1.5, "skipped_copies": 2})
+    beat(metrics, 2, costs={**known, "max_age": 8, "stall_s": 2.0, "skipped_copies": 3})
     beat(metrics, 1, costs={**known, "max_age": 99, "stall_s": 1.5})  # an older one, delayed on its way
     assert counted(metrics) == known | {
         "attempt": 1, "step": 2, "committed_step": -1, "max_age": 8, "stall_seconds": 2.0,
+        "skipped_copies": 3,
     }  # fmt: skip
 
 
@@ -123,6 +124,7 @@ def test_a_scraper_sees_every_documented_name(metrics: Metrics) -> None:
         "inflight_bytes": 4096.0, "stall_s": 1.5,
     }  # fmt: skip
     metrics.limit(40)
+    VaultMetrics("run").looked(4096)
     beat(metrics, 1, costs=costs)
     beat(metrics, 2, costs=costs, committed_step=1, lost_steps=(0,))
     metrics.saw("note_receipt", (1, {"fetch_s": 0.5, "lost_steps": 1.5, "lost_drift": 0.25}), None)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from layercheck.coordination import journal
+from layercheck.coordination.status import summarize
 from layercheck.manifest import MEMORY_PART, EventId
 from layercheck.memory import folders, segment
 from layercheck.memory.held import Held
@@ -154,6 +155,31 @@ def test_at_a_threshold_layers_come_from_the_newest_of_memory_and_storage(tmp_pa
     planned = {layer["name"]: layer["step"] for layer in results[0]["receipt"]["layers"]}
     assert all(planned[name] >= step for name, step in newest.items())
     assert sum(planned[name] > step for name, step in newest.items()) >= 2
+
+
+def _stop(storage: str, settings: dict[str, Any]) -> None:
+    """Trains and fails in good order, so that the journal has the newest word."""
+    engine = micro.build()
+    session = open_session(engine, storage, **settings)
+    session.resume()
+    for step in range(1, KILL_AT + 1):
+        session.after_step(step, {"loss": micro.train_step(engine, step)})
+    session.close("failed")
+
+
+def test_what_status_says_of_a_dead_worker_is_what_the_next_start_finds(tmp_path: Path) -> None:
+    storage = str(tmp_path / "store")
+    run_ranks(2, tmp_path, _stop, storage, RARELY)
+    value = summarize(journal.load_facts(open_storage(storage, "run")))
+    said = {row["name"]: row["if_dies"]["worker"] for row in value["layers"]}
+    assert any(row["tier"] == "memory" for row in said.values())
+    assert value["if_dies"]["worker"]["lost_steps"] < value["if_dies"]["cluster"]["lost_steps"]
+    receipt = run_ranks(2, tmp_path, _resume, storage, RARELY)[0]["receipt"]
+    for layer in receipt["layers"]:
+        # Copies of the last step are on their way when it is told: a recovery may find more, never less.
+        assert layer["step"] >= said[layer["name"]]["step"]
+        assert layer["lost"] <= said[layer["name"]]["lost"]
+    assert receipt["lost_steps"] <= value["if_dies"]["worker"]["lost_steps"]
 
 
 def _held() -> list[Held]:

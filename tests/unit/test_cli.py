@@ -53,11 +53,11 @@ def test_status_has_the_keys_of_the_contract_from_either_folder(
     assert code == 0
     assert list(value) == [
         "run", "attempt", "step", "world_size", "layers", "max_age", "weighted_age", "lost_steps",
-        "lost_drift", "measure", "recoverable", "read_bytes",
+        "lost_drift", "measure", "if_dies", "recoverable", "read_bytes",
     ]  # fmt: skip
     assert list(value["layers"][0]) == [
-        "name", "step", "attempt", "age", "residual", "lost", "lost_drift", "nbytes", "drift", "threshold",
-        "reason",
+        "name", "step", "attempt", "age", "residual", "lost", "lost_drift", "if_dies", "nbytes", "drift",
+        "threshold", "reason",
     ]  # fmt: skip
     assert (value["run"], value["attempt"], value["step"], value["world_size"]) == ("r1", 1, 14, 2)
     assert {layer["name"]: layer["step"] for layer in value["layers"]} == NEWEST

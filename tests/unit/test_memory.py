@@ -71,6 +71,34 @@ def test_residuals_take_one_more_copy_of_the_weights_in_host_memory(gpus: int) -
     assert "copies for residuals 600 kB" in describe(needed, SIZES, 4)
 
 
+def _tier(**memory: object) -> Config:
+    settings = {"memory": {"enabled": True, **memory}}
+    return config(checkpoint={"settings": settings}, cluster={"gpus_per_worker": 0})
+
+
+@pytest.mark.parametrize(("replicas", "copies"), [(0, 2), (1, 4)])
+def test_the_memory_tier_holds_two_copies_of_the_state_and_as_much_for_another_node(
+    replicas: int, copies: int
+) -> None:
+    without, needed = estimate(SIZES, _tier(enabled=False), 4), estimate(SIZES, _tier(replicas=replicas), 4)
+    assert (without.vault, needed.vault) == (0, copies * needed.optimizer)
+    assert needed.host - without.host == needed.vault
+    assert f"memory tier about {3 * copies} MB" in describe(needed, SIZES, 4)
+    assert estimate(SIZES, config(checkpoint={"method": "none"}), 4).vault == 0
+
+
+def test_the_memory_tier_of_a_host_takes_no_more_than_its_budget() -> None:
+    needed = estimate(SIZES, _tier(budget_gb=0.001), 4)
+    assert needed.vault == needed.vault_limit == 1_000_000
+    beside = 4 * (needed.host - needed.vault - needed.staging) + 4 * needed.staging
+    enough = int((beside + 1_000_000) / 0.9) + 2
+    assert check(needed, None, enough, 4) is None
+    free = estimate(SIZES, _tier(replicas=1), 4)
+    warned = check(free, None, enough, 4)
+    assert warned is not None
+    assert "memory.budget_gb" in warned
+
+
 def test_copies_for_residuals_are_of_what_trains_and_is_not_excluded() -> None:
     shape = AutoConfig.for_model(**SHAPES["qwen2"], vocab_size=4000, pad_token_id=0, bos_token_id=1)
 

@@ -31,6 +31,11 @@ def test_the_shortest_grace_and_the_longest_backlog_of_all_ranks_count() -> None
     assert heard(RankNotices(), RankNotices()).grace_s == 0
 
 
+def test_what_any_rank_left_out_of_memory_is_counted_and_is_no_error() -> None:
+    report = heard(RankNotices(left_out=1, stall_s=4.0), RankNotices(), RankNotices(left_out=2))
+    assert (report.left_out, report.errors, report.stall_s) == (3, 0, pytest.approx(4 / 3))
+
+
 def test_what_rank_0_alone_knows_is_heard_from_no_other() -> None:
     report = heard(
         RankNotices(committed_step=4, lost_steps=(3,)),
