@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from layercheck.commands.answer import NOT_THE_NEWEST
 from layercheck.coordination import journal
 from layercheck.errors import LayerCheckError
 from layercheck.lost import in_words
@@ -57,6 +58,7 @@ def show_receipt(
         before: loss of the step before the one at which it went on.
         undisturbed: step -> loss of the same run without a failure.
     """
+    residuals = any(layer.get("residual") is not None for layer in receipt.layers)
     phases = {name: getattr(receipt, name) for name in RECOVERY_PHASES}
     lines = [
         f"recovery by attempt {receipt.attempt} ({receipt.mode}, {receipt.world_size} workers)",
@@ -65,11 +67,11 @@ def show_receipt(
         f"  {'layer':<16}{'version':>8}{'age':>6}{'lost':>6}  reason",
         *(
             f"  {layer['name']:<16}{layer['step']:>8}{layer['age']:>6}{layer['lost']:>6}  {layer['reason']}"
-            + ("  (older than announced: the newest was damaged)" if layer["fallback"] else "")
+            + (f"  ({NOT_THE_NEWEST})" if layer["fallback"] else "")
             for layer in receipt.layers
         ),
         f"  lost steps {receipt.lost_steps:.2f} (size-weighted), movement "
-        f"{in_words(receipt.lost_drift, receipt.measure)}, age {receipt.weighted_age:.2f} "
+        f"{in_words(receipt.lost_drift, receipt.measure, residuals)}, age {receipt.weighted_age:.2f} "
         f"(size-weighted), {receipt.max_age} (oldest)",
         f"  read {_megabytes(receipt.nbytes)}, {len(receipt.bad)} bad shards",
         "  " + ", ".join(f"{name[:-2]} {s:.2f} s" for name, s in phases.items() if s is not None),

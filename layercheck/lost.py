@@ -2,7 +2,7 @@
 
 A measure is what `tracking/calibrate.measure_name` says: `mean_abs` for the path in this norm, which is the
 most that the weights can have moved, or `displacement mean_abs` for the distance itself. A sum of distances
-is a path.
+is a path. The rounding of a residual is in neither.
 """
 
 from collections.abc import Iterable
@@ -24,9 +24,16 @@ def over_all(measure: str, layers: Iterable[tuple[int, float]]) -> float:
     return sum(numel * value for numel, value in pairs) / total
 
 
-def in_words(lost_drift: float | None, measure: str) -> str:
-    """`at most 0.0021 (mean_abs)`; without `at most` where the distance itself was measured."""
-    if not lost_drift:
-        return "unknown" if lost_drift is None else "0"
-    bound = "" if measure.startswith(DISPLACEMENT) else "at most "
-    return f"{bound}{lost_drift:.3g} ({measure.removeprefix(DISPLACEMENT)})"
+def in_words(lost_drift: float | None, measure: str, residuals: bool = False) -> str:
+    """`at most 0.0021 (mean_abs)`; without `at most` where the distance itself was measured.
+
+    Nor with `residuals` among what comes back: their weights are rounded, which no drift measures. How
+    coarsely is known to the writer alone, once it has the scale of each block.
+    """
+    if lost_drift is None:
+        return "unknown"
+    rest = " beside the rounding of residuals" if residuals else ""
+    if lost_drift == 0:
+        return f"0{rest}"
+    bound = "" if residuals or measure.startswith(DISPLACEMENT) else "at most "
+    return f"{bound}{lost_drift:.3g} ({measure.removeprefix(DISPLACEMENT)}){rest}"

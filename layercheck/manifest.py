@@ -333,6 +333,11 @@ class RecoveryPlan(Record):
         return over_all(self.measure, values) if len(values) == len(known) else None
 
     @property
+    def has_residuals(self) -> bool:
+        """True if the weights of a layer come back rounded, see `layercheck/lost.in_words`."""
+        return any(layer.loaded.residual is not None for layer in self.layers)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that all ranks together will read."""
         return sum(layer.nbytes for layer in self.layers)

@@ -6,6 +6,8 @@ from typing import Any
 
 GOOD, DAMAGE, USAGE = 0, 1, 2
 """Exit codes. DAMAGE stands for everything that a person has to look at: also no plan, also a refusal."""
+NOT_THE_NEWEST = "not its newest save: that is damaged"
+"""Of a layer that falls back. Newer can be a version, of the same step too, or a residual alone."""
 
 
 @dataclass(frozen=True, slots=True)

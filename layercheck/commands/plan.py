@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from layercheck.commands.answer import Answer, number, size, table
+from layercheck.commands.answer import NOT_THE_NEWEST, Answer, number, size, table
 from layercheck.commands.store import Store
 from layercheck.coordination import restarts
 from layercheck.coordination.facts import StoreFacts
@@ -119,7 +119,7 @@ def _text(facts: StoreFacts, made: RecoveryPlan) -> str:
         f"{made.resume_step} (t_fail {made.t_fail}, from {made.t_fail_source})\n"
         f"{size(made.nbytes)} to read; oldest layer {made.max_age} steps, size-weighted age "
         f"{number(made.weighted_age)}, lost steps {number(made.lost_steps)}, "
-        f"lost movement {in_words(made.lost_drift, made.measure)}\n"
+        f"lost movement {in_words(made.lost_drift, made.measure, made.has_residuals)}\n"
     )
     rows = [
         (
@@ -132,7 +132,7 @@ def _text(facts: StoreFacts, made: RecoveryPlan) -> str:
             number(layer.lost_drift),
             size(layer.nbytes),
             layer.reason,
-            "an older version: the newest is damaged" if layer.fallback else "",
+            NOT_THE_NEWEST if layer.fallback else "",
         )
         for layer in made.layers
     ]

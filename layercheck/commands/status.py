@@ -47,13 +47,14 @@ def _headline(facts: StoreFacts, value: dict[str, Any], fresh: bool) -> str:
         f"{ending(facts)}"
     ]
     if value["recoverable"]:
+        residuals = any(row["residual"] is not None for row in value["layers"])
         lines.append(
             f"recoverable: {size(value['read_bytes'])} to read, oldest layer {value['max_age']} steps, "
             f"size-weighted age {number(value['weighted_age'])} steps"
         )
         lines.append(
             f"a failure now loses {number(value['lost_steps'])} steps of the whole model, movement "
-            f"{in_words(value['lost_drift'], value['measure'])}"
+            f"{in_words(value['lost_drift'], value['measure'], residuals)}"
         )
         if (plan := plan_now(facts)) is not None and plan.mode == "warmup_rollback":
             lines.append(

@@ -158,7 +158,7 @@ def _in_words(plan: RecoveryPlan, facts: StoreFacts, s_max: int | None) -> str:
         f"a failure now: goes on at step {plan.resume_step} ({plan.mode}), {size(plan.nbytes)} to read",
         f"oldest layer {plan.max_age} steps{f' of at most {s_max}' if s_max else ''}, size-weighted age "
         f"{number(plan.weighted_age)}, lost progress {number(plan.lost_steps)} steps of the whole model, "
-        f"movement {in_words(plan.lost_drift, plan.measure)}",
+        f"movement {in_words(plan.lost_drift, plan.measure, plan.has_residuals)}",
     ]
     if facts.receipts:
         attempt = max(facts.receipts)

@@ -211,7 +211,7 @@ def _receipt(
 
 def in_words(receipt: Receipt) -> str:
     """The line that tells a person what came back: mixed ages are never silent."""
-    older = sum(bool(layer["fallback"]) for layer in receipt.layers)
+    fell_back = sum(bool(layer["fallback"]) for layer in receipt.layers)
     added = sum(layer["residual"] is not None for layer in receipt.layers)
     newer = f" {added} layers with a residual: their moments are older than their weights;" if added else ""
     for tier in ("memory", "peer"):
@@ -221,9 +221,9 @@ def in_words(receipt: Receipt) -> str:
         f"recovered ({receipt.mode}) after step {receipt.t_fail} (known from {receipt.t_fail_source}):"
         f" going on at step {receipt.resume_step} with {_ages_in_words(receipt)} steps old,"
         f" {receipt.weighted_age:.1f} on average, {receipt.lost_steps:.1f} steps of progress lost,"
-        f" movement {lost.in_words(receipt.lost_drift, receipt.measure)};"
+        f" movement {lost.in_words(receipt.lost_drift, receipt.measure, added > 0)};"
         f"{newer} {receipt.nbytes} bytes, plan {receipt.plan_s:.2f} s, fetch {receipt.fetch_s:.2f} s,"
-        f" install {receipt.install_s:.2f} s; {len(receipt.bad)} bad shards, {older} layers fell back"
+        f" install {receipt.install_s:.2f} s; {len(receipt.bad)} bad shards, {fell_back} layers fell back"
     )
 
 

@@ -3,7 +3,7 @@
 from html import escape
 from typing import Any
 
-from layercheck.commands.answer import number, size
+from layercheck.commands.answer import NOT_THE_NEWEST, number, size
 from layercheck.lost import in_words
 from layercheck.receipt import RECOVERY_PHASES
 from layercheck.report.pieces import html_table, scrolled
@@ -18,12 +18,13 @@ def receipt_section(receipt: dict[str, Any], loss_before: float | None = None) -
     phases = [(key.removesuffix("_s").replace("_", " "), receipt.get(key)) for key in RECOVERY_PHASES]
     known = ", ".join(f"{name} {number(seconds)} s" for name, seconds in phases if seconds is not None)
     later = receipt.get("loss_20_steps_later")
+    residuals = any(layer.get("residual") is not None for layer in receipt["layers"])
     facts = [
         f"t_fail {receipt.get('t_fail')} (from {receipt.get('t_fail_source')}), resumed at step "
         f"{receipt.get('resume_step')} on {receipt.get('world_size')} ranks",
         f"oldest layer {receipt.get('max_age')} steps, size-weighted age "
         f"{number(receipt.get('weighted_age'))}, lost steps {number(receipt.get('lost_steps'))}, lost "
-        f"movement {in_words(receipt.get('lost_drift'), receipt.get('measure') or '')}",
+        f"movement {in_words(receipt.get('lost_drift'), receipt.get('measure') or '', residuals)}",
         f"{size(receipt.get('nbytes') or 0)} read; {known or 'no times known'}",
         f"loss before: {'unknown' if loss_before is None else number(loss_before, 5)}, 20 steps later: "
         f"{'not reached' if later is None else number(later, 5)}; random numbers: {receipt.get('rng')}",
@@ -76,7 +77,7 @@ def _layers(receipt: dict[str, Any]) -> str:
             str(layer.get("source", "storage")),
             size(layer["nbytes"]),
             str(layer["reason"]),
-            "an older version: the newest was damaged" if layer["fallback"] else "",
+            NOT_THE_NEWEST if layer["fallback"] else "",
         ]
         for layer in receipt.get("layers") or ()
     ]

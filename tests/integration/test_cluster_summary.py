@@ -87,7 +87,7 @@ def test_the_receipt_shows_every_layer_with_its_age_and_the_fallback():
     text = show_receipt(receipt)
     assert "went on at step 61" in text
     assert "layers.0              58     2     2  drift\n" in text
-    assert "norm                  58     2     2  drift  (older than announced" in text
+    assert "norm                  58     2     2  drift  (not its newest save: that is damaged)" in text
     assert "fetch 0.25 s" in text
     assert "20 steps later" not in text
     told = receipt.model_copy(update={"loss_20_steps_later": 5.5})

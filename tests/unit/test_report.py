@@ -187,7 +187,7 @@ def test_the_page_parses_and_shows_the_numbers(folder: Path, tmp_path: Path) -> 
         "t_fail 14 (from journal), resumed at step 15",
         "reschedule 9.5 s, plan 0.25 s, fetch 0.5 s, install 0.125 s, first step 1.5 s",
         "checksum <b>wrong</b>",
-        "an older version: the newest was damaged",
+        "not its newest save: that is damaged",
         "2 of 20 steps have no row",
     ):
         assert fact in shown
