@@ -17,9 +17,12 @@ from layercheck.manifest import ENDED_WELL
 from layercheck.persistence.storage import open_run_folder
 from layercheck.redact import without_secrets
 
+_SECONDS = (
+    "detect_s", "reschedule_s", "wait_s", "plan_s", "fetch_s", "install_s", "replay_s", "first_step_s",
+)  # fmt: skip
 _RECEIPT_KEYS = (
     "attempt", "mode", "t_fail", "t_fail_source", "resume_step", "max_age", "weighted_age", "lost_steps",
-    "detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "replay_s", "first_step_s",
+    *_SECONDS,
 )  # fmt: skip
 
 
@@ -147,9 +150,7 @@ def describe_summary(summary: dict[str, Any]) -> str:
 def describe_resumed(resumed: dict[str, Any]) -> str:
     """One recovery for a person."""
     seconds = ", ".join(
-        f"{key.removesuffix('_s')} {resumed[key]:.2f} s"
-        for key in ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "replay_s", "first_step_s")
-        if resumed[key] is not None
+        f"{key.removesuffix('_s')} {resumed[key]:.2f} s" for key in _SECONDS if resumed[key] is not None
     )
     return (
         f"recovery (attempt {resumed['attempt']}, {resumed['mode']}): t_fail {resumed['t_fail']} "

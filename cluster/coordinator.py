@@ -176,7 +176,7 @@ class CoordinatorActor:
             self._config, self._plain = config, None
         self._metrics.limit(config.s_max)
         again: AttemptGrant = self.call("begin_attempt", *args)
-        return again
+        return replace(again, wait_s=grant.wait_s)  # the new one did not wait
 
     def health(self) -> dict[str, Any]:
         """Answers without asking the plain class: the process lives."""

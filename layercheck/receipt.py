@@ -5,7 +5,7 @@ from typing import Any
 
 from layercheck.manifest import BadShard, FailSource, PlanMode, Record, TrainerState
 
-RECOVERY_PHASES = ("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "first_step_s")
+RECOVERY_PHASES = ("detect_s", "reschedule_s", "wait_s", "plan_s", "fetch_s", "install_s", "first_step_s")
 """The seconds in a receipt, in the order in which they pass."""
 
 
@@ -35,6 +35,8 @@ class Receipt(Record):
     bad: tuple[BadShard, ...] = ()
     detect_s: float | None = None
     reschedule_s: float | None = None
+    wait_s: float = 0.0
+    """For which another submission's attempt was watched before it was taken over (`takeover_s`)."""
     plan_s: float = 0.0
     fetch_s: float = 0.0
     install_s: float = 0.0

@@ -177,7 +177,7 @@ class Session:
         grant = begin(zero3, storage, client, self._config, self._submission, tier)
         if grant.plan is None:
             return grant, None
-        plan_s = time.monotonic() - started
+        plan_s = max(0.0, time.monotonic() - started - grant.wait_s)
         frozen, bases = self._config.frozen, self._bases
         grant, receipt = restore(zero3, storage, client, grant, plan_s, frozen, bases, tier)
         if self._rng == "captured" and grant.plan is not None:

@@ -8,7 +8,7 @@ half-recorded events: a coordinator built anew from the same store makes the sam
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from threading import RLock
 from typing import Any
 
@@ -21,6 +21,7 @@ from layercheck.coordination.events import EventBook, OpenEvent
 from layercheck.coordination.facts import StoreFacts
 from layercheck.coordination.heart import Heart
 from layercheck.coordination.lost import steps_on_their_way
+from layercheck.coordination.outage import Outage
 from layercheck.coordination.plan import is_fresh
 from layercheck.coordination.protocol import AttemptGrant, HeartbeatReply
 from layercheck.coordination.scrub import Scrubber
@@ -77,8 +78,7 @@ class Coordinator:
         self._collector = Collector(storage, config, clock)
         self._fenced = self._recovered = False
         self._held: tuple[Held, ...] = ()
-        self._failure_at: float | None = None
-        self._outage: tuple[float | None, float | None] = (None, None)
+        self._outage = Outage(clock)
         if storage.size(journal.RUN_FILE) is not None:
             self._adopt(journal.load_facts(storage))
 
@@ -107,7 +107,7 @@ class Coordinator:
         """
         if mode not in _MODES:
             raise ConfigError(f"recovery={mode!r} is none of {', '.join(_MODES)}", mode=mode)
-        who = Claimant(token, submission, world_size, mode)
+        who, wait_s = Claimant(token, submission, world_size, mode), 0.0
         for _ in range(_MAX_CLAIMS):
             with self._lock:
                 self._held = held
@@ -116,7 +116,8 @@ class Coordinator:
             newest = facts.newest
             if newest is not None and newest.submission != submission and not takeover:
                 takeover_s = self._config.takeover_s
-                refuse_if_live(self._storage, newest, facts.run.name, takeover_s, self._timer, self._say)
+                name, timer = facts.run.name, self._timer
+                wait_s += refuse_if_live(self._storage, newest, name, takeover_s, timer, self._say)
             with self._lock:
                 self._journal_heartbeat()
                 facts = self._read()
@@ -126,7 +127,7 @@ class Coordinator:
                     self._storage, facts, self._config, who, self._timer
                 )
                 if claim is not None:
-                    return self._granted(claim)
+                    return self._granted(claim, wait_s)
         raise StorageError(
             f"no attempt of {self._storage.root} could be claimed in {_MAX_CLAIMS} tries: others were first, "
             "or a listing and a PUT take over half a second there (`storage`)",
@@ -176,7 +177,7 @@ class Coordinator:
     def note_failure(self) -> None:
         """Workers failed; the first word of it since the attempt began starts the clock of `reschedule_s`."""
         with self._lock:
-            self._failure_at = self._failure_at or self._clock()
+            self._outage.note_failure()
 
     # ------------------------------------------------------------ events
 
@@ -246,7 +247,7 @@ class Coordinator:
                 return
             if self._heart.is_due():
                 self._journal_heartbeat()
-            if self._failure_at is None and (silence := self._heart.take_silence()):
+            if not self._outage.is_known and (silence := self._heart.take_silence()):
                 self._alerts.recent.append(silence)  # not for rank 0, whose silence it is
                 self._say(silence)
             for event in self._book.expire(self._clock(), self._config.event_timeout_s):
@@ -296,19 +297,15 @@ class Coordinator:
             return facts
         return replace(facts, progress=facts.progress | {beat.attempt: beat}, live_attempt=beat.attempt)
 
-    def _granted(self, claim: Claim) -> AttemptGrant:
+    def _granted(self, claim: Claim, wait_s: float = 0.0) -> AttemptGrant:
         """Makes a claim the current attempt and says what it got."""
         notes = list(claim.facts.notes)
         if claim.plan is None:
             notes.append(f"run {claim.facts.run.name} holds no step yet: it starts afresh")
-        if self._record is None or self._record.token != claim.record.token:
-            # Between two submissions it was a person who took the time.
-            is_restart = self._record is not None and self._record.submission == claim.record.submission
-            self._outage = self._heart.seconds_around(self._failure_at if is_restart else None)
+        self._outage.ends(self._heart, self._record, claim.record, wait_s)
         self._adopt(claim.facts, claim.plan)
-        detect_s, reschedule_s = self._outage
-        record = claim.record
-        return AttemptGrant(record.attempt, record.r_b, claim.plan, detect_s, reschedule_s, tuple(notes))
+        record, before = claim.record, asdict(self._outage.before)
+        return AttemptGrant(record.attempt, record.r_b, claim.plan, notes=tuple(notes), **before)
 
     def _adopt(self, facts: StoreFacts, plan: RecoveryPlan | None = None) -> None:
         """Makes the newest attempt of the store the current one; all older ones are fenced off."""
@@ -322,7 +319,7 @@ class Coordinator:
             self._book = EventBook(attempt, self._record.world_size, own)
             self._heart.follow(self._record, facts.progress.get(attempt), plan)
             self._collector.begin()
-            self._failure_at = None
+            self._outage.is_over()
 
     # ------------------------------------------------------------ commits
 

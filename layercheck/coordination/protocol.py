@@ -19,6 +19,8 @@ class AttemptGrant:
     """Seconds from the last heartbeat to the moment the driver saw the failure, if it was told."""
     reschedule_s: float | None = None
     """Seconds from there to this grant."""
+    wait_s: float = 0.0
+    """Seconds for which another submission's attempt was watched before it was taken over."""
     notes: tuple[str, ...] = ()
     """What a person should read: commits counted as absent, unreadable records, changed settings."""
 

@@ -20,17 +20,20 @@ def refuse_if_live(
     takeover_s: float,
     timer: Timer,
     say: Callable[[str], None],
-) -> None:
+) -> float:
     """Watches the progress file of another submission's attempt for `takeover_s` seconds.
 
     An attempt that says it has ended is not watched. A successor that it claims meanwhile is life, too.
+
+    Returns:
+        The seconds that it took.
 
     Raises:
         RunIsLiveError: it moved.
     """
     first = _look(storage, newest)
     if first[1] is not None and first[1].ended is not None:
-        return
+        return 0.0
     begun = said = timer.clock()
     while (waited := timer.clock() - begun) < takeover_s:
         if timer.clock() - said >= _SAY_EVERY_S:
@@ -45,7 +48,7 @@ def refuse_if_live(
         if now == first:
             continue
         if now[1] is not None and now[1].ended is not None and now[0] == first[0]:
-            return
+            return timer.clock() - begun
         step = now[1].step if now[1] is not None else newest.r_b
         raise RunIsLiveError(
             f"run {run_name} is live (step {step}, moving); end it or pass --takeover "
@@ -54,6 +57,7 @@ def refuse_if_live(
             step=step,
         )
     say(f"run {run_name}: attempt {newest.attempt} did not move for {takeover_s:g} s; taking over")
+    return timer.clock() - begun
 
 
 def _look(storage: Storage, newest: AttemptRecord) -> tuple[int, Progress | None]:

@@ -51,7 +51,7 @@ def restore(
         storage: the run's `layercheck` folder.
         coordinator: amends the plan.
         grant: of this attempt.
-        plan_s: seconds that the plan took, for the receipt.
+        plan_s: seconds that the plan took, for the receipt; no wait for another submission is in it.
         frozen: the setting of that name.
         bases: get the weights of the plan's versions.
         tier: what it has is read from there.
@@ -206,6 +206,7 @@ def _receipt(
         bad=bad,
         detect_s=grant.detect_s,
         reschedule_s=grant.reschedule_s,
+        wait_s=grant.wait_s,
     )
 
 

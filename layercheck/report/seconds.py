@@ -19,6 +19,7 @@ FIRST_STEP, USEFUL, AROUND = "first step", "useful", "around"
 CAUSES = {
     "detect": "from the last sign of life to the news of the failure",
     "reschedule": "until the workers ran again",
+    "wait": "another submission was watched before it was taken over",
     "plan": "the recovery plan",
     "fetch": "versions read and checked",
     "install": "put into the engine",
@@ -33,6 +34,10 @@ OUTAGE = tuple(
     cause for phase in RECOVERY_PHASES if (cause := phase.removesuffix("_s").replace("_", " ")) != FIRST_STEP
 )
 """Causes that a receipt tells; its first step is among the rows of the metrics, too."""
+
+
+_ABSENT = {"wait": 0.0}
+"""What a receipt means that does not have a phase: older ones have the wait in `plan_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,5 +139,7 @@ def _attempt(
             "taken back": float(np.nansum(ran["step_s"]) - np.nansum(mine["step_s"])),
         },
         missing,
-        tuple(cause for cause in OUTAGE if life.r_b and receipt.get(f"{cause}_s") is None),
+        tuple(
+            cause for cause in OUTAGE if life.r_b and receipt.get(f"{cause}_s", _ABSENT.get(cause)) is None
+        ),
     )

@@ -38,7 +38,7 @@ class LedgerCoordinator:
     def begin_attempt(self, token: str, submission: str, world_size: int, mode: str, *_: Any) -> AttemptGrant:
         if submission == "second":
             raise RunIsLiveError("run x is live (step 812, moving); end it or pass --takeover", step=812)
-        return AttemptGrant(attempt=1, r_b=0)
+        return AttemptGrant(attempt=1, r_b=0, wait_s=self.config.takeover_s)
 
     def heartbeat(
         self, attempt: int, step: int, trainer_state: dict[str, Any], drift: dict[str, float]

@@ -136,8 +136,9 @@ def test_a_living_actor_works_by_the_settings_of_the_submission_that_got_the_att
     with pytest.raises(RunIsLiveError):
         other.begin_attempt("t2", "second", 2, "composite")
     assert client.status()["takeover_s"] == 30
-    other.begin_attempt("t3", "third", 2, "composite")
+    grant = other.begin_attempt("t3", "third", 2, "composite")
     assert client.status()["takeover_s"] == 7
+    assert grant.wait_s == 30, "that of the one which waited"
 
 
 def test_a_failure_that_the_driver_saw_reaches_the_coordinator(client, tmp_path):

@@ -1,6 +1,7 @@
 """After a kill: the newest version of every layer, at the next step, checked byte by byte."""
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,22 @@ def test_recovery_composes_the_newest_committed_version_of_every_layer(killed: s
     for name, step in newest.items():
         assert all(result["adam"][name] == step for result in results), "each layer has its own Adam step"
     _assert_state_is_that_of_the_files(killed, newest, [result["state"] for result in results])
+
+
+def _resume_after_a_wait(storage: str) -> dict[str, Any]:
+    """Recovers where the coordinator says that it watched another submission for a thousand seconds."""
+    session = open_session(micro.build(99), storage)
+    begin = session._coordinator.begin_attempt
+    session._coordinator.begin_attempt = lambda *args: replace(begin(*args), wait_s=1000.0)
+    receipt = session.resume().receipt.model_dump()
+    session.close("failed")
+    return receipt
+
+
+def test_a_wait_for_another_submission_is_no_part_of_the_plan(killed: str, tmp_path: Path) -> None:
+    receipt = run_ranks(2, tmp_path, _resume_after_a_wait, killed)[0]
+    assert (receipt["wait_s"], receipt["plan_s"]) == (1000.0, 0.0)
+    assert receipt["fetch_s"] > 0
 
 
 def _assert_state_is_that_of_the_files(storage: str, newest: dict[str, int], states: list[Any]) -> None:

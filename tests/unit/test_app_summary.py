@@ -23,7 +23,8 @@ KEYS = {
 }
 RESUMED_KEYS = {
     *("attempt", "mode", "t_fail", "t_fail_source", "resume_step", "max_age", "weighted_age", "lost_steps"),
-    *("detect_s", "reschedule_s", "plan_s", "fetch_s", "install_s", "replay_s", "first_step_s", "ages"),
+    *("detect_s", "reschedule_s", "wait_s", "plan_s", "fetch_s", "install_s", "replay_s", "first_step_s"),
+    "ages",
 }
 RECEIPT = {
     "attempt": 2,
@@ -39,6 +40,7 @@ RECEIPT = {
     "layers": [{"name": "layers.0", "age": 3}, {"name": "norm", "age": 0}],
     "detect_s": 0.5,
     "reschedule_s": 9.5,
+    "wait_s": 30.0,
     "plan_s": 0.1,
     "fetch_s": 0.2,
     "install_s": 0.3,

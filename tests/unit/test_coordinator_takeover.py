@@ -60,11 +60,37 @@ def test_a_rest_too_short_for_the_clock_does_not_make_the_watch_endless(storage:
     assert rival.begin_attempt("t2", "s2", 2, "composite").attempt == 2
 
 
+def test_the_grant_says_how_long_was_waited_also_when_it_is_asked_for_again(storage: FaultyStorage) -> None:
+    clock = Clock()
+    with_base(storage)
+    rival = Coordinator(storage, config(takeover_s=12), clock, clock.sleep)
+    grant = rival.begin_attempt("t2", "s2", 2, "composite")
+    assert (grant.wait_s, grant.detect_s, grant.reschedule_s) == (12.0, None, None)
+    assert rival.begin_attempt("t2", "s2", 2, "composite").wait_s == 12.0, "its answer was lost"
+    assert rival.amend(2, ()).wait_s == 12.0
+    clock.now += 5
+    assert rival.begin_attempt("t3", "s2", 2, "composite").wait_s == 0.0, "a restart of the same submission"
+
+
+def test_a_run_that_ends_while_it_is_watched_was_waited_for_until_then(storage: FaultyStorage) -> None:
+    clock = Clock()
+    group = with_base(storage)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        if clock.now == 1003.0:
+            group.coordinator.end_attempt(1, "failed", "boom")
+
+    rival = Coordinator(storage, config(takeover_s=12), clock, sleep)
+    assert rival.begin_attempt("t2", "s2", 2, "composite").wait_s == 3.0
+
+
 def test_takeover_does_not_watch(storage: FaultyStorage) -> None:
     clock = Clock()
     with_base(storage)
     rival = Coordinator(storage, config(), clock, clock.sleep)
-    assert rival.begin_attempt("t2", "s2", 2, "composite", takeover=True).attempt == 2
+    grant = rival.begin_attempt("t2", "s2", 2, "composite", takeover=True)
+    assert (grant.attempt, grant.wait_s) == (2, 0.0)
     assert clock.now == 1000.0
 
 

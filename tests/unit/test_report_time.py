@@ -11,6 +11,7 @@ import pytest
 
 from layercheck.coordination import journal
 from layercheck.persistence.storage import LocalStorage
+from layercheck.receipt import Receipt
 from layercheck.report import spans
 from layercheck.report.numbers import heat_table, stretches
 from layercheck.report.page import page
@@ -51,6 +52,16 @@ def test_a_phase_that_nobody_timed_is_said_and_not_taken_for_zero(folder: Path) 
     assert "Recoveries of which nobody timed a phase: detect of 1." in shown
     assert "detect at least 0 0 %" in shown
     assert "outages at least 10.4 s" in shown
+
+
+def test_a_wait_for_another_submission_is_an_outage_and_older_receipts_have_it_in_their_plan(
+    folder: Path,
+) -> None:
+    before = look(folder).seconds.attempts[1]
+    assert (before.by_cause["wait"], before.untimed) == (0.0, ("detect",))
+    journal.write_receipt(LocalStorage(str(folder / "layercheck")), 2, RECEIPT | {"wait_s": 30.0})
+    after = look(folder).seconds.attempts[1]
+    assert after.by_cause["wait"] == after.outage_s - before.outage_s == 30.0
 
 
 def test_steps_that_were_taken_back_are_no_useful_time(folder: Path) -> None:
@@ -154,7 +165,7 @@ def test_every_cause_and_every_phase_has_a_colour_in_both_schemes() -> None:
         assert re.search(rf"\.{kind} {{ fill: var\(--{kind.removeprefix('t-')}\)", css), kind
         assert len(re.findall(rf"--{kind.removeprefix('t-')}: #", css)) == 2, kind
     assert set(OUTAGE) < set(CAUSES)
-    assert set(RECEIPT) >= {f"{phase}_s" for phase in OUTAGE}
+    assert set(Receipt.model_fields) >= {f"{phase}_s" for phase in OUTAGE}
 
 
 # ---------------------------------------------------------------- readable without looking
