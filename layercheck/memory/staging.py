@@ -43,7 +43,7 @@ class MemorySink:
         wait_s: limit of the wait for the vault before a file goes to the storage from here.
 
     Attributes:
-        left_out: events of which memory has no part of this rank, or none that its vault knows of.
+        left_out: events of which memory has no part of this rank, or none that its vault is sure to know of.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class MemorySink:
         self._alerts: list[str] = []
         self._is_refused = False
         self.left_out = 0
+        self._newest_left_out: EventId | None = None
 
     def write(self, path: str, chunks: HashedBytes) -> None:
         """See `FileSink.write`."""
@@ -67,7 +68,8 @@ class MemorySink:
         except VaultError as error:
             self._alert(error)
             if event.in_memory:
-                raise
+                raise  # it is given up: see `lost`
+            self._leave_out(event)
             self._write_past(path, chunks)
             return
         segment.fill(place, chunks)
@@ -100,6 +102,7 @@ class MemorySink:
         except VaultError as error:
             # One that comes back finds the segment; until then the storage must not wait for it.
             self._alert(error)
+            self._leave_out(event)
             if not event.in_memory:
                 self._storage.write(held.file, checked_bytes(held, place))
                 self._coordinator.record(event, rank, records, trainer_state)
@@ -108,6 +111,7 @@ class MemorySink:
     def lost(self, event: EventId, rank: int, reason: str) -> None:
         """See `Listener.lost`. What was for memory alone no coordinator waits for."""
         self._open.pop(event, None)
+        self._leave_out(event)
         if not event.in_memory:
             self._coordinator.lost(event, rank, reason)
 
@@ -129,9 +133,13 @@ class MemorySink:
             self._vault.drain(self._about.rank, self._wait_s)
         self._storage.write(path, chunks)
 
+    def _leave_out(self, event: EventId) -> None:
+        """Counts an event once, however often it is tried: those of a rank come one after the other."""
+        self.left_out += event != self._newest_left_out
+        self._newest_left_out = event
+
     def _alert(self, error: StorageError) -> None:
         """Said once until it works again: it would be said at every step."""
-        self.left_out += 1
         if not self._is_refused:
             self._is_refused = True
             text = f"rank {self._about.rank} does without the memory tier: {error.message}"

@@ -133,6 +133,7 @@ class ShardWriter:
     def _give_up(self, snapshot: Snapshot, error: BaseException) -> None:
         if snapshot.event.in_memory:
             log.warning("%s is left out: %s", snapshot.event.folder, error)  # nobody counts on it
+            self._coordinator.lost(snapshot.event, self._rank, str(error))  # the sink of the memory tier
             return
         self.failed_saves += 1
         alert = (

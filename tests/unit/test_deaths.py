@@ -21,7 +21,7 @@ from layercheck.report.deaths import deaths_section
 from layercheck.tracking.sealed import Sealed
 from tests.runs import LAYERS, Group, start, with_base
 from tests.unit.test_in_memory import held
-from tests.vaults import Told, claim, make_vault, memory_event, rank_of
+from tests.vaults import Told, claim, event, make_vault, memory_event, rank_of
 
 LAYER = "layers.0"
 
@@ -74,7 +74,12 @@ def test_a_rank_tells_of_each_copy_that_it_has_no_room_for(tmp_path: Path) -> No
     for count in (1, 2):
         with pytest.raises(VaultError, match="no room"):
             rank.stage(memory_event(1 + count), ["a", "b"])
+        rank.sink.lost(memory_event(1 + count), 0, "as the writer says")
         assert rank.sink.left_out == count
+    rank.stage(event(4), ["a", "b"])
+    rank.stage(event(4), ["a", "b"])
+    assert rank.sink.left_out == 3, "the storage has it; tried again it is the same copy"
+    assert event(4) in {one for one, _ in told.recorded}
     vault.end(None)
 
 

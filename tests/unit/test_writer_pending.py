@@ -19,6 +19,7 @@ from layercheck.persistence.shard_file import ShardAbout, ShardTensor, SliceMeta
 from layercheck.persistence.snapshot import BlockStream, Snapshot, StagingPool
 from layercheck.persistence.storage import LocalStorage
 from layercheck.persistence.writer import ShardWriter
+from tests.fakes import FaultyStorage
 
 EVENT = EventId(step=7, attempt=1)
 
@@ -114,6 +115,19 @@ def test_a_copy_that_never_ends_costs_the_event_after_a_limit(tmp_path: Path) ->
     assert writer.close(30)
     assert (listener.recorded, listener.lost_events) == ([], [EVENT])
     assert any("did not end within 30 s" in alert for alert in writer.take_alerts())
+
+
+def test_a_copy_for_memory_alone_that_is_given_up_is_told_to_the_tier_and_to_nobody_else(
+    tmp_path: Path,
+) -> None:
+    storage = FaultyStorage(str(tmp_path))
+    storage.arm("safetensors", times=9)
+    listener, event = Listener(), EventId(step=7, attempt=1, part=MEMORY_PART)
+    writer = ShardWriter(storage, listener, 0, 1, retries=3, timeout_s=30)  # type: ignore[arg-type]
+    writer.submit(replace(snapshot(StagingPool(1 << 16)), event=event))
+    assert writer.close(30)
+    assert listener.lost_events == [event]
+    assert (writer.failed_saves, writer.take_alerts()) == (0, [])
 
 
 @pytest.mark.parametrize(("part", "kept"), [(0, True), (MEMORY_PART, False)])
