@@ -5,12 +5,11 @@ out, so a slow network costs freshness and nothing else; nobody waits for a copy
 """
 
 import logging
-import threading
-from collections import deque
 from collections.abc import Callable
 
 from layercheck.errors import LayerCheckError, VaultError
 from layercheck.memory import segment
+from layercheck.memory.background import InOrder
 from layercheck.memory.held import Held
 from layercheck.memory.protocol import VaultCalls
 
@@ -19,7 +18,7 @@ FindPeer = Callable[[], VaultCalls | None]
 """The vault that keeps this node's copies; None while there is no other node."""
 
 
-class Copies:
+class Copies(InOrder[Held]):
     """One background thread. `put` never waits.
 
     Args:
@@ -29,57 +28,24 @@ class Copies:
 
     def __init__(self, find_peer: FindPeer, path_of: Callable[[str], str | None]) -> None:
         self._find_peer, self._path_of = find_peer, path_of
-        self._queue: deque[Held] = deque()
-        self._is_busy = self._closing = self._is_refused = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="layercheck-copies", daemon=True)
-        self._thread.start()
-
-    def put(self, held: Held) -> None:
-        """Queues a segment."""
-        with self._changed:
-            self._queue.append(held)
-            self._changed.notify_all()
-
-    def drain(self, limit_s: float) -> bool:
-        """Waits until nothing is on its way; False if the limit came first."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._queue and not self._is_busy, limit_s)
-
-    def close(self, limit_s: float) -> None:
-        """Ends the thread after the segment that it sends."""
-        with self._changed:
-            self._closing = True
-            self._queue.clear()
-            self._changed.notify_all()
-        self._thread.join(limit_s)
+        self._is_refused = False
+        super().__init__("layercheck-copies")
 
     # ------------------------------------------------------------------ copy thread
 
-    def _run(self) -> None:
-        while (held := self._next()) is not None:
-            try:
-                self._send(held)
-                self._is_refused = False
-            except Exception as error:
-                # Also a bug here costs this copy alone: no later one could be made if the thread ended.
-                self._refused(held, error)
+    def _act(self, held: Held) -> None:
+        try:
+            self._send(held)
+            self._is_refused = False
+        except Exception as error:
+            # Also a bug here costs this copy alone: no later one could be made if the thread ended.
+            self._refused(held, error)
 
     def _refused(self, held: Held, error: Exception) -> None:
         """Once until it works again: it would be said at every step."""
         if not self._is_refused or not isinstance(error, LayerCheckError):
             self._is_refused = True
             log.warning("no copy of %s on another node: %s", held.file, error, exc_info=error)
-
-    def _next(self) -> Held | None:
-        with self._changed:
-            self._is_busy = False
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._closing or self._queue)
-            if self._closing:
-                return None
-            self._is_busy = True
-            return self._queue.popleft()
 
     def _send(self, held: Held) -> None:
         peer, path = self._find_peer(), self._path_of(held.file)

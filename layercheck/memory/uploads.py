@@ -7,10 +7,8 @@ was left out will not come.
 
 import logging
 import os
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +16,7 @@ from layercheck.coordination import journal
 from layercheck.errors import DamagedShardError, LayerCheckError
 from layercheck.manifest import ShardRecord
 from layercheck.memory import segment
+from layercheck.memory.background import InOrder
 from layercheck.memory.held import Held
 from layercheck.persistence.hashed import HashedBytes
 from layercheck.persistence.retries import try_often
@@ -36,7 +35,7 @@ class Upload:
     path: str
 
 
-class Uploads:
+class Uploads(InOrder[Upload]):
     """One background thread. `put` never waits.
 
     Args:
@@ -51,63 +50,19 @@ class Uploads:
     ) -> None:
         self._storage, self._coordinator = storage, coordinator
         self._retries, self._done = retries, done
-        self._queue: deque[Upload] = deque()
-        self._now: Upload | None = None
         self._tokens: set[tuple[int, str]] = set()
-        self._closing = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="layercheck-vault", daemon=True)
-        self._thread.start()
-
-    def put(self, upload: Upload) -> None:
-        """Queues a segment."""
-        with self._changed:
-            self._queue.append(upload)
-            self._changed.notify_all()
-
-    def forget(self, files: Collection[str]) -> None:
-        """Takes files off the queue: nobody will commit them any more."""
-        with self._changed:
-            self._queue = deque(upload for upload in self._queue if upload.held.file not in files)
-            self._changed.notify_all()
-
-    def drain(self, limit_s: float, rank: int | None = None) -> bool:
-        """Waits until nothing (of a rank) is on its way; False if the limit came first."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._has(rank), limit_s)
-
-    def close(self, limit_s: float) -> None:
-        """Ends the thread after what it is writing; the rest stays unwritten."""
-        with self._changed:
-            self._closing = True
-            self._queue.clear()
-            self._changed.notify_all()
-        self._thread.join(limit_s)
-
-    def _has(self, rank: int | None) -> bool:
-        busy = [*self._queue, self._now] if self._now is not None else self._queue
-        return any(rank is None or upload.held.rank == rank for upload in busy)
+        super().__init__("layercheck-vault")
 
     # ------------------------------------------------------------------ upload thread
 
-    def _run(self) -> None:
-        while (upload := self._next()) is not None:
-            try:
-                self._upload(upload)
-            except Exception as error:
-                # A bug here costs this event. If the thread ended with it, every later one would be lost too.
-                log.exception("the vault failed in a way that it does not know")
-                self._give_up(upload.held, error)
-            self._done(upload.held.file)
-            with self._changed:
-                self._now = None
-                self._changed.notify_all()
-
-    def _next(self) -> Upload | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._queue)
-            self._now = None if self._closing else self._queue.popleft()
-            return self._now
+    def _act(self, upload: Upload) -> None:
+        try:
+            self._upload(upload)
+        except Exception as error:
+            # A bug here costs this event. If the thread ended with it, every later one would be lost too.
+            log.exception("the vault failed in a way that it does not know")
+            self._give_up(upload.held, error)
+        self._done(upload.held.file)
 
     def _upload(self, upload: Upload) -> None:
         held = upload.held

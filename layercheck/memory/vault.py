@@ -115,7 +115,7 @@ class Vault:
 
     def drain(self, rank: int, limit_s: float) -> bool:
         """See `VaultCalls.drain`."""
-        return self._uploads.drain(limit_s, rank)
+        return self._uploads.drain(limit_s, lambda upload: upload.held.rank == rank)
 
     # ------------------------------------------------------------ calls of another node's vault
 
@@ -163,7 +163,7 @@ class Vault:
             self._token = token
             self._ranks, self._ended = set(), set()
             older = [file for file, kept in self._kept.items() if kept.token != token]
-            self._uploads.forget(older)
+            self._uploads.forget(lambda upload: upload.held.file in older)
             self._drop([file for file in older if file not in keep])
             for kept in self._kept.values():
                 kept.is_stored = kept.is_stored or kept.token != token  # it can't be committed any more
