@@ -7,7 +7,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from cluster.coordinator import NAMESPACE, Factory, coordinator_name, plain_coordinator, start_coordinator
+from cluster.actors import NAMESPACE
+from cluster.coordinator import Factory, coordinator_name, plain_coordinator, start_coordinator
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.protocol import AttemptGrant, HeartbeatReply
 from layercheck.errors import CoordinatorLostError, LayerCheckError

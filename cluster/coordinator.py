@@ -18,21 +18,18 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.actors import detached
 from cluster.metrics import Metrics
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient
 from layercheck.errors import ConfigError, LayerCheckError
 
-NAMESPACE = "layercheck"
 CALLS = frozenset(name for name in vars(CoordinatorClient) if not name.startswith("_")) | {"note_failure"}
 """What a client may call."""
 
 _TICK_S = 0.5
 _GRACE_S = 10.0
 _OBJECTS_BETWEEN_LOOKS = 50_000
-_MAX_CALLS = 64
-"""Calls at once. `begin_attempt` may watch another submission for `takeover_s`, and it can see that one move
-only if the heartbeats of that one are served meanwhile."""
 
 
 class PlainCoordinator(CoordinatorClient, Protocol):
@@ -99,17 +96,7 @@ def start_coordinator(
 
     `ray.init` was called before. The actor prefers the head node: workers' nodes come and go.
     """
-    actor = ray.remote(CoordinatorActor).options(
-        name=coordinator_name(run, storage),
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        num_cpus=0,
-        max_restarts=-1,
-        max_task_retries=0,
-        max_concurrency=_MAX_CALLS,
-        scheduling_strategy=_prefer_head(),
-    )
+    actor = detached(CoordinatorActor, coordinator_name(run, storage), _prefer_head())
     return actor.remote(run, normal_storage(storage), parse_config(config), factory)
 
 

@@ -18,8 +18,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.actors import NAMESPACE, detached
 from cluster.client import connect
-from cluster.coordinator import NAMESPACE, coordinator_name, normal_storage
+from cluster.coordinator import coordinator_name, normal_storage
 from cluster.metrics import VaultMetrics
 from layercheck.config import LayerCheckConfig
 from layercheck.errors import LayerCheckError, VaultError
@@ -31,8 +32,6 @@ from layercheck.memory.vault import Vault, open_vault
 from layercheck.persistence.storage import open_storage
 
 _CALLS = frozenset(name for name in vars(VaultCalls) if not name.startswith("_"))
-_MAX_CALLS = 64
-"""Calls at once: `drain` and `settle` wait, and every rank of the node may make one."""
 _LIMIT_S = 20.0
 _FIRST_LIMIT_S = 120.0
 """Of the first call, which may have to start the process."""
@@ -136,17 +135,8 @@ class RayVaults:
 
     def _start(self) -> Any:
         """The actor of this node, made unless it lives."""
-        actor = ray.remote(VaultActor).options(
-            name=f"{self._prefix}:{self.node}",
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            num_cpus=0,
-            max_restarts=-1,
-            max_task_retries=0,
-            max_concurrency=_MAX_CALLS,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(self.node, soft=False),
-        )
+        where = NodeAffinitySchedulingStrategy(self.node, soft=False)
+        actor = detached(VaultActor, f"{self._prefix}:{self.node}", where)
         return actor.remote(self._name, self._storage, self.node, self._config)
 
     def _find(self, node: str) -> Any:

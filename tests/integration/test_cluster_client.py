@@ -12,8 +12,9 @@ import ray
 from ray.exceptions import RayTaskError
 
 from cluster import coordinator as coordinator_module
+from cluster.actors import NAMESPACE
 from cluster.client import ActorClient, connect, note_failure
-from cluster.coordinator import NAMESPACE, coordinator_name, start_coordinator
+from cluster.coordinator import coordinator_name, start_coordinator
 from layercheck.config import LayerCheckConfig
 from layercheck.errors import ConfigError, CoordinatorLostError, FencedError, RunIsLiveError, StorageError
 from layercheck.manifest import EventId

@@ -19,7 +19,8 @@ from app.baselines.gemini.decision import Copy
 from app.baselines.gemini.host import HostCalls, HostStore, Key
 from app.baselines.gemini.memory import HostMemoryError, Region
 from app.baselines.gemini.records import BoxShape
-from cluster.coordinator import NAMESPACE, coordinator_name
+from cluster.actors import NAMESPACE
+from cluster.coordinator import coordinator_name
 from layercheck.errors import ConfigError, LayerCheckError
 
 _LOOK_S = 1.0
