@@ -226,6 +226,9 @@ class RunRecord(Record):
 # ------------------------------------------------- recovery: plan -> fetch -> install; then `receipt.Receipt`
 
 
+ROW_KEYS = ("name", "step", "attempt", "age", "residual", "lost", "lost_drift")
+
+
 class PlannedSave(Record):
     """A save that recovery takes with a version (its residual), or in its place (a newer one in memory)."""
 
@@ -265,6 +268,20 @@ class LayerPlan(Record):
         if self.memory is None:
             return self
         return self.model_copy(update={**dict(self.memory), "residual": None, "memory": None})
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What plans, receipts and status say of a layer alike, as JSON values with the keys `ROW_KEYS`."""
+        values = (
+            self.layer,
+            self.step,
+            self.attempt,
+            self.age,
+            self.residual.step if self.residual else None,
+            self.lost,
+            self.lost_drift,
+        )
+        return dict(zip(ROW_KEYS, values, strict=True))
 
     @property
     def all_shards(self) -> tuple[ShardRecord, ...]:

@@ -96,14 +96,8 @@ def _value(made: RecoveryPlan) -> dict[str, Any]:
         "measure": made.measure,
         "nbytes": made.nbytes,
         "layers": [
-            {
-                "name": layer.layer,
-                "step": layer.step,
-                "attempt": layer.attempt,
-                "age": layer.age,
-                "residual": layer.residual.step if layer.residual else None,
-                "lost": layer.lost,
-                "lost_drift": layer.lost_drift,
+            layer.row
+            | {
                 "nbytes": layer.nbytes,
                 "files": sorted({shard.file for shard in layer.all_shards}),
                 "fallback": layer.fallback,

@@ -7,7 +7,7 @@ from layercheck.coordination.deaths import Death, Left, left_by, lost_by
 from layercheck.coordination.facts import StoreFacts, by_layer
 from layercheck.coordination.plan import PlanRequest, make_plan
 from layercheck.errors import NoPlanError
-from layercheck.manifest import RecoveryPlan
+from layercheck.manifest import ROW_KEYS, RecoveryPlan
 
 
 def summarize(facts: StoreFacts) -> dict[str, Any]:
@@ -71,14 +71,12 @@ def _layers(
             continue
         first, layer = version.shards[0], planned.get(name)
         rows.append(
-            {
+            (layer.row if layer else dict.fromkeys(ROW_KEYS))
+            | {
                 "name": name,
                 "step": version.event.step,
                 "attempt": version.event.attempt,
                 "age": max(0, step - version.event.step),
-                "residual": layer.residual.step if layer and layer.residual else None,
-                "lost": layer.lost if layer else None,
-                "lost_drift": layer.lost_drift if layer else None,
                 "if_dies": {death: one.to_json() for death, one in left[name].items()} if layer else None,
                 "nbytes": version.nbytes,
                 "drift": plan.drift.get(name, 0.0) if plan else None,

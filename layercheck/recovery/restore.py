@@ -188,18 +188,8 @@ def _receipt(
         measure=plan.measure,
         nbytes=plan.nbytes,
         layers=tuple(
-            {
-                "name": layer.layer,
-                "step": layer.step,
-                "attempt": layer.attempt,
-                "age": layer.age,
-                "residual": layer.residual.step if layer.residual else None,
-                "lost": layer.lost,
-                "lost_drift": layer.lost_drift,
-                "reason": layer.reason,
-                "nbytes": layer.nbytes,
-                "fallback": layer.fallback,
-            }
+            layer.row
+            | {"reason": layer.reason, "nbytes": layer.nbytes, "fallback": layer.fallback}
             | ({"source": sources[layer.layer]} if sources else {})
             for layer in (planned.loaded for planned in plan.layers)
         ),
