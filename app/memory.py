@@ -5,11 +5,8 @@ from dataclasses import dataclass
 from app.config import Config
 from layercheck.commands.answer import size
 from layercheck.errors import ConfigError
+from layercheck.layers import MASTER_BYTES, VERSION_BYTES
 
-_ADAM_BYTES = 12
-"""fp32 weight and two moments of an element that trains."""
-_MASTER_BYTES = 4
-"""Its weight alone."""
 _COPIES_IN_MEMORY = 2
 _REDUCE_BUCKET = 500_000_000
 _PREFETCH_BUCKET = 50_000_000
@@ -107,7 +104,7 @@ def estimate(sizes: ModelSizes, config: Config, world_size: int) -> MemoryEstima
     kept = element * tokens * sizes.hidden * sizes.num_layers + per_layer
     whole = per_layer * sizes.num_layers
     logits = tokens * sizes.vocab * 2 * (element + 4)  # and in fp32 for the loss; the gradient of each
-    full = _ADAM_BYTES * _share(sizes.trainable, world_size)
+    full = VERSION_BYTES * _share(sizes.trainable, world_size)
     return MemoryEstimate(
         weights=element * _share(sizes.params, world_size),
         gradients=element * _share(sizes.trainable, world_size),
@@ -117,7 +114,7 @@ def estimate(sizes: ModelSizes, config: Config, world_size: int) -> MemoryEstima
         buckets=element * (bucket if on_device else min(bucket, sizes.trainable)),
         activations=logits + (kept if config.model.gradient_checkpointing else whole),
         staging=_staging(config, full),
-        bases=_MASTER_BYTES * _share(sizes.with_residuals, world_size),
+        bases=MASTER_BYTES * _share(sizes.with_residuals, world_size),
         vault=_vault(config, full),
         vault_limit=_vault_limit(config),
         offloaded=train.offload,

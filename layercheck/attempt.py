@@ -16,7 +16,7 @@ from layercheck.decision import PersistDecision
 from layercheck.drift_report import DriftReport
 from layercheck.end_signals import EndSignals, listen
 from layercheck.errors import LayerCheckError
-from layercheck.layers import LayerStep
+from layercheck.layers import MASTER_BYTES, LayerStep
 from layercheck.manifest import TrainerState
 from layercheck.memory.staging import MemorySink
 from layercheck.memory.tier import MemoryTier
@@ -354,4 +354,4 @@ def _staging_bytes(zero3: Zero3Engine) -> int:
 def _base_bytes(zero3: Zero3Engine, bases: BaseCopies) -> int:
     """What this rank's copies of the newest versions' weights take, all of them together."""
     covered = (group for group in zero3.sub_groups if bases.covers(group.layer))
-    return sum(4 * length for group in covered for _, length in group.segments)
+    return sum(MASTER_BYTES * length for group in covered for _, length in group.segments)

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from layercheck.end_signals import signal_number
 from layercheck.errors import ConfigError
+from layercheck.layers import MASTER_BYTES, VERSION_BYTES
 
 
 class DriftConfig(BaseModel):
@@ -42,16 +43,16 @@ class ResidualConfig(BaseModel):
     @property
     def share(self) -> float:
         """Bytes of a residual / bytes of a version with Adam's moments."""
-        return (self.bits + 16 / self.block) / 96
+        return (self.bits + 16 / self.block) / (8 * VERSION_BYTES)
 
     @property
     def staged_share(self) -> float:
         """The same of the bytes that a step copies: fp32 weights, coded only when they are written."""
-        return max(self.share, 4 / 12)
+        return max(self.share, MASTER_BYTES / VERSION_BYTES)
 
     def nbytes(self, numel: int) -> int:
         """Bytes of a residual of `numel` values, up to a block on each rank."""
-        return round(12 * numel * self.share)
+        return round(VERSION_BYTES * numel * self.share)
 
     def covers(self, layer: str) -> bool:
         """True if this layer gets residuals."""

@@ -8,6 +8,11 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 LayerKind = Literal["block", "embedding", "other"]
+MASTER_BYTES = 4
+"""Of an element that trains: its fp32 weight."""
+VERSION_BYTES = MASTER_BYTES * 3
+"""What a version holds of it with Adam: that weight and two moments, which are fp32 as well. Nothing else is
+kept of an element, whatever the forward pass computes in."""
 
 
 class ParamSpec(BaseModel):

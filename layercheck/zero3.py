@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from layercheck.errors import EngineRefusedError
 from layercheck.group_norms import batch_group_norms
 from layercheck.groups import OptimizerGroup
-from layercheck.layers import LayerMap, LayerSpec, ParamSpec, build_layer_map
+from layercheck.layers import VERSION_BYTES, LayerMap, LayerSpec, ParamSpec, build_layer_map
 from layercheck.model_facts import json_settings
 from layercheck.partition import ParamSlice, SubGroup, merge
 from layercheck.persistence.scalars import pack_scalar, unpack_scalar
@@ -138,7 +138,7 @@ class Zero3Engine:
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's full state: fp32 weights and two moments."""
-        return sum(12 * length for group in self.sub_groups for _, length in group.segments)
+        return sum(VERSION_BYTES * length for group in self.sub_groups for _, length in group.segments)
 
     def layer_nbytes(self, layer: str) -> int:
         """Bytes of one version of a layer over all ranks, with the optimizer state that exists now."""
