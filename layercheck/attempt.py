@@ -160,7 +160,7 @@ class Attempt:
 
     def note(self, step: StepReport) -> None:
         """Keeps what a step cost and how fresh the store is: its heartbeat takes it to the metrics."""
-        thresholds, drift = self.ledger.thresholds(step.step, self.ledger.lr), self.ledger.drift
+        thresholds, drift = self.ledger.thresholds(self.ledger.lr), self.ledger.drift
         self.costs = {
             "stall_s": self.costs.get("stall_s", 0.0) + step.stall_s,
             "inflight_bytes": self.backlog,

@@ -6,7 +6,7 @@ hang the next collective; so nothing but `observe` and `select` may change these
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from math import ceil, inf, isfinite
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ from layercheck.tracking.calibrate import (
     find_lr_ref,
     measure_name,
 )
-from layercheck.tracking.policy import LayerFacts, PolicyFacts, threshold
+from layercheck.tracking.policy import LayerFacts, PolicyFacts, Scale
 from layercheck.tracking.still import StillLayers
 from layercheck.tracking.unsaved import Unsaved
 from layercheck.tracking.versions import LayerState, Versions, first_staggers, live_full
@@ -221,11 +221,8 @@ class Ledger:
         """What the policy may know at this step."""
         in_flight = self.versions.layers_in_flight
         return PolicyFacts(
+            *astuple(self._scale(lr)),
             step=step,
-            lr=lr,
-            k0=self.k0,
-            lr_ref=self.lr_ref,
-            k_factor=self.k_factor * (1.0 if self.budget is None else self.budget.factor),
             margin=self.margin,
             newest_full=self.versions.newest_full,
             event_taken=self._event_step == step,
@@ -281,10 +278,10 @@ class Ledger:
         """Trainable layer -> accumulated drift D since its newest version, committed or in flight."""
         return {name: self.versions.layers[name].drift for name in self._names}
 
-    def thresholds(self, step: int, lr: float) -> dict[str, float | None]:
-        """Trainable layer -> K_l at this step and rate; None until K0 is calibrated."""
-        facts = self.facts(step, lr)
-        return {layer.name: threshold(layer, facts, self.config) for layer in facts.layers}
+    def thresholds(self, lr: float) -> dict[str, float | None]:
+        """Trainable layer -> K_l at this rate, as of now; None until K0 is calibrated."""
+        of, layers, trainable = self._scale(lr).threshold, self.versions.layers, self.layer_map.trainable
+        return {one.name: of(one.name, one.kind, layers[one.name].stagger, self.config) for one in trainable}
 
     def ages(self, step: int) -> dict[str, int]:
         """Trainable layer -> steps since its newest *committed* version."""
@@ -308,6 +305,10 @@ class Ledger:
         return 2 * sum(by_age for _, by_age in self._reasons) > len(self._reasons)
 
     # ---------------------------------------------------------------------------------------------- internal
+
+    def _scale(self, lr: float) -> Scale:
+        budget = 1.0 if self.budget is None else self.budget.factor
+        return Scale(lr, self.k0, self.lr_ref, self.k_factor * budget)
 
     def _take(self, step: int, names: Iterable[str], full: bool) -> None:
         names = tuple(names)

@@ -62,13 +62,33 @@ class LayerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyFacts:
-    """All that a decision depends on; identical on every rank.
+class Scale:
+    """What the thresholds of all layers have in common at one step.
 
     Attributes:
         lr: largest learning rate over the groups of this step.
         k0: global threshold at `lr_ref`; None until it is calibrated (then only age selects).
         k_factor: factor of all thresholds, for failures and for the budget.
+    """
+
+    lr: float
+    k0: float | None
+    lr_ref: float | None
+    k_factor: float
+
+    def threshold(self, name: str, kind: LayerKind, stagger: float, config: LayerCheckConfig) -> float | None:
+        """K_l(t) = max(K0_l lr_t / lr_ref, K_min), times `k_factor` and the stagger; None without K0."""
+        if self.k0 is None or self.lr_ref is None:
+            return None
+        k0 = self.k0 * layer_factor(name, kind, config)
+        return max(k0 * self.lr / self.lr_ref, _K_FLOOR * k0) * self.k_factor * stagger
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFacts(Scale):
+    """All that a decision depends on; identical on every rank.
+
+    Attributes:
         margin: steps before `s_max` at which a layer is due by age, for the time a commit takes.
         newest_full: step of the newest full event, committed or in flight; -1 for none.
         event_taken: an event of this very step exists already, so no other can be taken.
@@ -76,10 +96,6 @@ class PolicyFacts:
     """
 
     step: int
-    lr: float
-    k0: float | None
-    lr_ref: float | None
-    k_factor: float
     margin: int
     newest_full: int
     event_taken: bool
@@ -129,11 +145,8 @@ def full_anchor(facts: PolicyFacts, config: LayerCheckConfig) -> int:
 
 
 def threshold(layer: LayerFacts, facts: PolicyFacts, config: LayerCheckConfig) -> float | None:
-    """K_l(t) = max(K0_l lr_t / lr_ref, K_min), times `k_factor` and the stagger; None without K0."""
-    if facts.k0 is None or facts.lr_ref is None:
-        return None
-    k0 = facts.k0 * layer_factor(layer.name, layer.kind, config)
-    return max(k0 * facts.lr / facts.lr_ref, _K_FLOOR * k0) * facts.k_factor * layer.stagger
+    """K_l of a layer at the step of the facts, see `Scale.threshold`."""
+    return facts.threshold(layer.name, layer.kind, layer.stagger, config)
 
 
 def pressure(layer: LayerFacts, facts: PolicyFacts, config: LayerCheckConfig) -> float:

@@ -79,7 +79,7 @@ class RunLog:
         decision, report = self._decisions.pop(step), self._reports.pop(step)
         self._done = step
         written = {write.layer: write for write in decision.versions}
-        thresholds = ledger.thresholds(report.step, report.lr)
+        thresholds = ledger.thresholds(report.lr)
         ages, drift = ledger.ages(report.step), ledger.drift
         for name, delta in report.delta.items():
             row = {

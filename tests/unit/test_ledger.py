@@ -222,9 +222,9 @@ def test_first_writes_after_a_full_event_are_spread_and_the_next_are_not():
 
 
 def test_thresholds_are_those_of_the_policy_and_unknown_before_the_calibration():
-    assert set(Ledger.fresh(MAP, CONFIG).thresholds(1, 1e-4).values()) == {None}
+    assert set(Ledger.fresh(MAP, CONFIG).thresholds(1e-4).values()) == {None}
     ledger = started()
-    assert ledger.thresholds(4, 1e-4)["lm_head"] == pytest.approx(
+    assert ledger.thresholds(1e-4)["lm_head"] == pytest.approx(
         ledger.k0 * layer_facts(ledger, "lm_head").stagger
     )
 

@@ -11,6 +11,7 @@ from layercheck.layers import LayerMap
 from layercheck.manifest import LayerPlan, RecoveryPlan
 from layercheck.tracking.budget import PERIOD_STEPS
 from layercheck.tracking.ledger import Ledger
+from layercheck.tracking.policy import threshold
 from tests.unit.simulated_run import config, transformer
 
 MAP = transformer(3)
@@ -123,6 +124,14 @@ def budget_run(stall_s: float, ledger: Ledger | None = None, steps: int = 2 * PE
 def test_a_stall_over_the_budget_raises_all_thresholds_and_one_below_it_lowers_them():
     assert budget_run(0.2).facts(200, 1e-4).k_factor > 1.5
     assert budget_run(0.0001).facts(200, 1e-4).k_factor < 0.7
+
+
+def test_thresholds_that_are_told_are_those_that_decide_also_of_a_budget():
+    ledger = budget_run(0.2)
+    ledger.versions.layers["layers.1"].stagger = 0.25
+    facts = ledger.facts(200, 3e-5)
+    assert ledger.thresholds(3e-5) == {one.name: threshold(one, facts, BUDGET) for one in facts.layers}
+    assert ledger.thresholds(3e-5)["layers.1"] == 0.25 * ledger.thresholds(3e-5)["layers.2"] > 0.0
 
 
 def test_a_full_event_does_not_count_against_the_budget():
