@@ -11,13 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+from layercheck.age_bound import wait_for_commits
 from layercheck.attempt import Attempt, start_attempt
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.coordination.in_process import RankZeroClient, in_process_client
 from layercheck.coordination.protocol import AttemptGrant, CoordinatorClient
 from layercheck.decision import PersistDecision
 from layercheck.errors import (
-    AgeBoundError,
     LayerCheckError,
     NonFiniteStateError,
     PreemptedError,
@@ -288,27 +288,18 @@ class Session:
             opened.link.post(state["step"], state, opened.ledger.drift)
 
     def _wait_for_commits(self, opened: Attempt, state: TrainerState) -> None:
-        """Blocks all ranks while a layer is at its limit (I1); the repeated all-reduce brings the commits."""
+        """Blocks all ranks while a layer is at its limit (I1): the repeated all-reduce brings the commits."""
         self._settle(opened)
         self._announce(opened)
-        step = state["step"]
-        deadline = time.monotonic() + self._config.storage_wait_s
-        while (decision := decide(opened.ledger.facts(step, opened.ledger.lr), self._config)).must_wait:
-            # Not empty only if the event of an earlier step was lost while we waited.
-            self._save(opened, decision, state)
-            if self._config.on_bound == "continue" and step > 0:
-                opened.alert(f"the age bound s_max={self._config.s_max} is broken at step {step}")
-                return
-            report = self._ranks.poll(opened, step, deadline) if opened.ledger.versions.in_flight else None
-            if report is not None and report.grace_s and step > 0:
-                self._last_save(opened, state)
-                return
-            if report is None or report.errors:
-                raise AgeBoundError(
-                    f"step {step}: a layer is s_max={self._config.s_max} steps old and nothing newer was "
-                    f"committed within storage_wait_s={self._config.storage_wait_s:g}, or its save was lost",
-                    step=step,
-                )
+        is_ending = wait_for_commits(
+            opened,
+            state["step"],
+            self._config,
+            save=lambda decision: self._save(opened, decision, state),
+            poll=lambda deadline: self._ranks.poll(opened, state["step"], deadline),
+        )
+        if is_ending:
+            self._last_save(opened, state)
 
     # ------------------------------------------------------------------ last save, save now, close
 
