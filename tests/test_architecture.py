@@ -46,6 +46,7 @@ PURE = {
     "layercheck.coordination.collect",
     "layercheck.coordination.deaths",
     "layercheck.coordination.facts",
+    "layercheck.coordination.failures",
     "layercheck.coordination.in_memory",
     "layercheck.coordination.lineage",
     "layercheck.coordination.lost",

@@ -6,25 +6,22 @@ Numbers of a plan come from storage alone (I12), so anyone who reads the same st
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
-from layercheck.coordination import in_memory, residuals
+from layercheck.coordination import failures, in_memory, residuals
 from layercheck.coordination.facts import SaveKey, State, StoreFacts, Version, by_layer, full_events
+from layercheck.coordination.failures import Failure
 from layercheck.coordination.lineage import ENDLESS, Lineage
 from layercheck.coordination.lost import lost_drift, measure_of
 from layercheck.errors import NoPlanError
 from layercheck.layers import LayerSpec
 from layercheck.manifest import (
     AttemptRecord,
-    Commit,
     EventId,
-    FailSource,
     LayerPlan,
     PlanMode,
     PlannedSave,
     Progress,
     RecoveryPlan,
-    TrainerState,
 )
 
 NO_WARMUP_STEPS = 200
@@ -51,13 +48,6 @@ class PlanRequest:
     max_age: int | None = None
     at_step: int | None = None
     without: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    step: int
-    source: FailSource
-    trainer_state: TrainerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +102,14 @@ def make_plan(
     of_base = residuals.by_base(commits, ENDLESS if request.at_step is None else request.at_step)
     bad = facts.bad_saves | _without((*versions.values(), *of_base.values()), request.without)
     held = in_memory.live_events(facts, lineage)
-    fixed = _Failure(begun.r_b, "journal", begun.trainer_state) if begun else None
-    failure = fixed or _failure(facts, lineage, held)
+    fixed = Failure(begun.r_b, "journal", begun.trainer_state) if begun else None
+    failure = fixed or failures.newest(facts, lineage, held)
     if request.at_step is not None:
-        failure = _failure_at(facts, lineage, request.at_step, failure.step)
+        failure = failures.up_to(facts, lineage, request.at_step, failure.step)
     mode, choice = _choose(facts, request, versions, bad)
     if choice.state is not None:
         of_base, held = {}, []  # the state of one step, as its event has it
-        failure = _rolled_back_from(facts, begun, failure)
+        failure = failures.rolled_back_from(facts, begun, failure)
     resume = _resume_at(facts, choice, failure)
     before = Lineage(begun.lineage[:-1]) if begun else lineage  # losses are those of the attempt that failed
     beat = facts.progress.get(before.attempt)
@@ -146,83 +136,17 @@ def make_plan(
     )
 
 
-# ---------------------------------------------------------------- where the run stopped
+# ---------------------------------------------------------------- which versions
 
 
-def _failure(facts: StoreFacts, lineage: Lineage, held: list[Commit]) -> _Failure:
-    """t_fail = max(r_A, newest heartbeat of A, newest live commit); no older attempt's heartbeat counts.
-
-    What all ranks have sealed in memory is done as well, also if the word of it died with rank 0.
-    """
-    since = facts.newest.r_b if facts.newest else 0
-    known = [failure for failure in _known_steps(facts, lineage) if failure.step >= since]
-    known += [_Failure(e.event.step, "memory", e.trainer_state) for e in held if e.event.step >= since]
-    if not known:
-        raise NoPlanError(
-            f"run {facts.run.name} holds no trainer state: use another run name", run=facts.run.name
-        )
-    return max(known, key=lambda failure: failure.step)  # of equals the first: heartbeat, commit, record
-
-
-def _failure_at(facts: StoreFacts, lineage: Lineage, at_step: int, reached: int) -> _Failure:
-    """The newest step up to `at_step` that could have been gone on from."""
-    if at_step > reached:
-        raise NoPlanError(
-            f"run {facts.run.name} has come to step {reached}, not to {at_step} (steps that a roll-back has "
-            "undone do not count): use an earlier --at-step",
-            run=facts.run.name,
-            step=reached,
-        )
-    known = [failure for failure in _known_steps(facts, lineage) if failure.step <= at_step]
-    if not known:
-        raise NoPlanError(
-            f"run {facts.run.name} holds no trainer state up to step {at_step}: use a later --at-step",
-            run=facts.run.name,
-            step=at_step,
-        )
-    return max(known, key=lambda failure: failure.step)
-
-
-def _known_steps(facts: StoreFacts, lineage: Lineage) -> list[_Failure]:
-    """Every step of this lineage whose trainer state is kept."""
-    newest = facts.newest
-    known: list[_Failure] = []
-    if newest is not None and (beat := facts.progress.get(newest.attempt)) is not None:
-        source: FailSource = "live" if facts.live_attempt == newest.attempt else "journal"
-        known.append(_Failure(beat.step, source, beat.trainer_state))
-    known += [_Failure(c.event.step, "commit", c.trainer_state) for c in facts.live_commits(lineage)]
-    for link in lineage.links:
-        record = facts.attempts.get(link.attempt)
-        undone = link.r_b > lineage.rolled_back_to(link.attempt)
-        if record is not None and record.trainer_state and not undone:
-            known.append(_Failure(record.r_b, "journal", record.trainer_state))
-    return known
-
-
-def _rolled_back_from(facts: StoreFacts, begun: AttemptRecord | None, failure: _Failure) -> _Failure:
-    """For an attempt that began by a roll-back, how far the attempts before it had come."""
-    later = begun.lineage if begun else ()
-    for link, successor in reversed(list(pairwise(later))):
-        record, beat = facts.attempts.get(link.attempt), facts.progress.get(link.attempt)
-        if begun is not None and record is not None and record.token == begun.token:
-            continue  # given up for a better plan before it made a step
-        journaled = max(beat.step if beat else -1, link.r_b)
-        source: FailSource = "commit" if successor.saw_step > journaled else "journal"
-        return _Failure(max(journaled, successor.saw_step, failure.step), source, {})
-    return failure
-
-
-def _resume_at(facts: StoreFacts, choice: _Choice, failure: _Failure) -> _Failure:
+def _resume_at(facts: StoreFacts, choice: _Choice, failure: Failure) -> Failure:
     """The last step that counts as done, with the trainer state that belongs to it."""
     if choice.state is None:
         return failure
     step, attempt = choice.state
     states = [c.trainer_state for c in facts.commits if (c.event.step, c.event.attempt) == choice.state]
     assert states, f"event of step {step}, attempt {attempt} has no commit"
-    return _Failure(step, "commit", states[0])
-
-
-# ---------------------------------------------------------------- which versions
+    return Failure(step, "commit", states[0])
 
 
 def _choose(
