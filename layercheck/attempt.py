@@ -139,8 +139,6 @@ class Attempt:
         facts = self.ledger.facts(chosen.step, self.ledger.lr)
         found = copies(facts, self.staged, chosen, config, self.backlog)
         self.staged.take(found.step, [write.layer for write in found.writes])
-        if self.sealed is not None:
-            self.sealed.take(found.step, [write.layer for write in (*chosen.versions, *found.writes)])
         return found
 
     def report(self, decision: PersistDecision, nbytes: int, started: float, tracked: float) -> StepReport:

@@ -262,6 +262,8 @@ class Session:
         if part == 0:
             opened.ledger.select(decision)
             self.meter.take(decision.step, [write.layer for write in decision.versions])
+        if opened.sealed is not None:
+            opened.sealed.take(decision.step, [write.layer for write in decision.versions])
         state = {**state, "layercheck": opened.ledger.to_state()}
         event = EventId(step=decision.step, attempt=opened.number, part=part)
         try:
