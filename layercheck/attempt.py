@@ -173,7 +173,7 @@ class Attempt:
 
     def told_by_heartbeats(self) -> dict[str, Any]:
         """The ledger's state, as commits hold it too, with what only the journal and the metrics need."""
-        told = {"costs": self.costs, "unsaved": self.ledger.unsaved.to_state()}
+        told: dict[str, Any] = {"costs": self.costs, "unsaved": self.ledger.unsaved.to_state()}
         if self.sealed is not None:
             told["memory"] = self.sealed.to_state()
         return self.ledger.to_state() | told

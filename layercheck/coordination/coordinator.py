@@ -319,7 +319,7 @@ class Coordinator:
             self._book = EventBook(attempt, self._record.world_size, own)
             self._heart.follow(self._record, facts.progress.get(attempt), plan)
             self._collector.begin()
-            self._outage.is_over()
+            self._outage.forget()
 
     # ------------------------------------------------------------ commits
 

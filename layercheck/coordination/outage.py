@@ -56,6 +56,6 @@ class Outage:
         is_restart = old is not None and old.submission == new.submission
         self.before = Standstill(*heart.seconds_around(self._failure_at if is_restart else None), wait_s)
 
-    def is_over(self) -> None:
+    def forget(self) -> None:
         """The next failure is another one."""
         self._failure_at = None
