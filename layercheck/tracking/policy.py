@@ -84,7 +84,7 @@ class Scale:
         return max(k0 * self.lr / self.lr_ref, _K_FLOOR * k0) * self.k_factor * stagger
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFacts(Scale):
     """All that a decision depends on; identical on every rank.
 

@@ -192,5 +192,5 @@ def test_status_has_the_keys_of_the_command(storage: FaultyStorage) -> None:
     assert {row["name"]: row["age"] for row in status["layers"]} == dict.fromkeys(LAYERS, 2)
     assert set(status["layers"][0]) == {
         "name", "step", "attempt", "age", "nbytes", "drift", "threshold", "reason",
-        "residual", "lost", "lost_drift",
+        "residual", "lost", "lost_drift", "if_dies",
     }  # fmt: skip

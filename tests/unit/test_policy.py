@@ -153,7 +153,10 @@ def test_nothing_is_selected_twice_at_one_step():
 
 def test_the_first_step_takes_everything_and_waits_for_its_commit():
     new = (fact("a", selected=-1), fact("b", selected=-1))
-    known = PolicyFacts(0, 1e-4, None, None, 1.0, 5, -1, False, new, frozen=("a.frozen",))
+    known = PolicyFacts(
+        1e-4, None, None, 1.0, step=0, margin=5, newest_full=-1, event_taken=False, layers=new,
+        frozen=("a.frozen",),
+    )  # fmt: skip
     decision = decide(known, CONFIG)
     assert names(decision) == ["a", "b", "a.frozen"]
     assert {write.reason for write in decision.writes} == {"full"}

@@ -41,7 +41,9 @@ def policy_facts(draw: st.DrawFn) -> PolicyFacts:
         LayerFacts(f"l{i}", x.kind, x.numel, x.drift, x.selected, x.committed, overdue=x.overdue)
         for i, x in enumerate(layers)
     )
-    return PolicyFacts(STEP, 1e-4, 1.0, 1e-4, 1.0, 5, 0, event_taken=False, layers=named)
+    return PolicyFacts(
+        1e-4, 1.0, 1e-4, 1.0, step=STEP, margin=5, newest_full=0, event_taken=False, layers=named
+    )
 
 
 @given(policy_facts(), st.floats(0.01, 1))
