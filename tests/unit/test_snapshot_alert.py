@@ -50,6 +50,7 @@ def test_a_residual_that_is_larger_than_the_staging_memory_is_told_with_what_it_
         writer=SimpleNamespace(submit=submit),
         taker=SnapshotTaker(ENGINE, pool, 10.0, HostCopier(), Code(8, 64)),
         limited_s=lambda limit_s: limit_s,
+        sealed=None,
         alert=alerts.append,
     )
     residual = LayerWrite("norm", "residual", 1.0, 0.5, 3, base=(5, 0))
