@@ -28,9 +28,10 @@ from layercheck.persistence.storage import Storage
 from layercheck.persistence.writer import ShardWriter
 from layercheck.receipt import Receipt
 from layercheck.step_report import StepReport
-from layercheck.tracking.ledger import REASON_WINDOW, Ledger, LedgerEvents
+from layercheck.tracking.ledger import Ledger, LedgerEvents
 from layercheck.tracking.memory import Staged, copies
 from layercheck.tracking.notices import LOST_SLOTS, RankNotices
+from layercheck.tracking.reasons import REASON_WINDOW
 from layercheck.tracking.run_log import RunLog
 from layercheck.tracking.sealed import Sealed
 from layercheck.tracking.warmup import told_at_the_end
@@ -180,7 +181,7 @@ class Attempt:
 
     def _warn_if_age_dominates(self, step: int) -> None:
         """Says, at most every `REASON_WINDOW` steps, that the threshold decides nothing."""
-        if step % REASON_WINDOW == 0 and self.ledger.age_dominates:
+        if step % REASON_WINDOW == 0 and self.ledger.reasons.age_dominates:
             log.warning(
                 "step %d: most layer writes of the last %d steps came from the age limit, so the threshold "
                 "decides little: lower target_interval (or k0), or raise s_max",

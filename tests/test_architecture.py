@@ -68,6 +68,7 @@ PURE = {
     "layercheck.tracking.ledger",
     "layercheck.tracking.memory",
     "layercheck.tracking.policy",
+    "layercheck.tracking.reasons",
     "layercheck.tracking.sealed",
     "layercheck.tracking.preemption",
     "layercheck.tracking.still",

@@ -11,7 +11,7 @@ from math import ceil, inf, isfinite
 from typing import Any, Self
 
 from layercheck.config import LayerCheckConfig
-from layercheck.decision import LayerWrite, PersistDecision
+from layercheck.decision import PersistDecision
 from layercheck.drift_report import DriftReport
 from layercheck.layers import LayerMap, LayerSpec
 from layercheck.lost import over_all
@@ -27,6 +27,7 @@ from layercheck.tracking.calibrate import (
     measure_name,
 )
 from layercheck.tracking.policy import LayerFacts, PolicyFacts, Scale
+from layercheck.tracking.reasons import Reasons
 from layercheck.tracking.still import StillLayers
 from layercheck.tracking.unsaved import Unsaved
 from layercheck.tracking.versions import LayerState, Versions, first_staggers, live_full
@@ -34,8 +35,6 @@ from layercheck.tracking.versions import LayerState, Versions, first_staggers, l
 _FIRST_MARGIN = 5
 _DELAYS_KEPT = 20
 _FAILURES_KEPT = 5
-REASON_WINDOW = 500
-"""Steps over which the reasons of layer writes are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +82,10 @@ class Ledger:
     gaps: tuple[int, ...] = ()
     budget: BudgetController | None = None
     still: StillLayers = field(default_factory=StillLayers)
+    reasons: Reasons = field(default_factory=Reasons)
     _observed_step: int = 0
     _event_step: int = -1
     _delays: deque[int] = field(default_factory=lambda: deque(maxlen=_DELAYS_KEPT))
-    _reasons: deque[tuple[int, bool]] = field(default_factory=deque)
-    """(step, by age) of the selective layer writes of the last 500 steps."""
 
     # ------------------------------------------------------------------------------------------------ making
 
@@ -242,7 +240,7 @@ class Ledger:
         if full:
             self._stagger()
         else:
-            self._count_reasons(decision.step, decision.versions)
+            self.reasons.count(decision.step, decision.versions)
 
     def saved_now(self, step: int) -> None:
         """A full event of this step, outside the policy's schedule, is committed (I10)."""
@@ -295,14 +293,6 @@ class Ledger:
         """sum(n_l * age_l) / sum(n_l) against committed versions (paper 3.3)."""
         ages = self.ages(step)
         return over_all("", ((layer.numel, ages[layer.name]) for layer in self.layer_map.trainable))
-
-    @property
-    def age_dominates(self) -> bool:
-        """True when the age limit caused more than half of the selective writes of the last 500 steps.
-
-        Then K does nothing: the threshold is too high for this model, or `s_max` too low.
-        """
-        return 2 * sum(by_age for _, by_age in self._reasons) > len(self._reasons)
 
     # ---------------------------------------------------------------------------------------------- internal
 
@@ -394,8 +384,3 @@ class Ledger:
         if self.k0 is None or self.lr_ref is None:
             return self.config.target_interval
         return expected_interval(self.k0, self.meter, self.config, self.layer_map.trainable, self.lr_ref)
-
-    def _count_reasons(self, step: int, writes: tuple[LayerWrite, ...]) -> None:
-        self._reasons.extend((step, write.reason == "age") for write in writes)
-        while self._reasons and self._reasons[0][0] <= step - REASON_WINDOW:
-            self._reasons.popleft()

@@ -298,7 +298,7 @@ def test_the_mean_interval_is_the_target(run: SimulatedRun):
 def test_most_layer_writes_come_from_drift(run: SimulatedRun):
     reasons = Counter(write.reason for one in run.selective() for write in one.writes)
     assert reasons["drift"] >= 0.8 * sum(reasons.values())
-    assert not run.ledger.age_dominates
+    assert not run.ledger.reasons.age_dominates
 
 
 def test_no_event_is_larger_than_its_share_or_one_layer(run: SimulatedRun):
@@ -345,5 +345,5 @@ def test_the_full_selection_writes_everything_at_the_target_interval():
 
 def test_a_threshold_that_never_fires_is_noticed():
     run = steady(blocks=4, steps=800, k0=1e6)
-    assert run.ledger.age_dominates
+    assert run.ledger.reasons.age_dominates
     assert max(run.max_ages) <= run.config.s_max
