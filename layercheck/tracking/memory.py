@@ -1,8 +1,8 @@
 """[pure] What to copy to memory alone: a second threshold, far below that of the storage.
 
 Kept identical on all ranks: fed by the reduced reports and by what all ranks have chosen alike. Progress is
-lost in steps, so the age of a copy counts beside its movement: a threshold alone would leave what moves slowly,
-or has a larger K (embeddings), behind for tens of steps.
+lost in steps, so the age of a copy counts beside its movement: a threshold alone would leave what moves
+slowly, or has a larger K (embeddings), behind for tens of steps.
 """
 
 from collections.abc import Iterable
@@ -70,9 +70,9 @@ def copies(
     """The layers to copy to memory alone after `facts.step`.
 
     None while any rank has not sealed what it took before: then an older copy could go on one rank whose
-    newer one another rank never had. `k_ratio: 0` takes all layers; else those that moved by this part of K, or
-    whose copy is older than such a movement usually takes, the most due first, up to `max_event_share` of the
-    state for this step and for each that had to be waited for, but at least one.
+    newer one another rank never had. `k_ratio: 0` takes all layers; else those that moved by this part of K,
+    or whose copy is older than such a movement usually takes, the most due first, up to `max_event_share` of
+    the state for this step and for each that had to be waited for, but at least one.
 
     Args:
         facts: what the policy knew.
