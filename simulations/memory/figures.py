@@ -74,23 +74,26 @@ def _sources(found: Sequence[Recovered]) -> dict[str, int]:
 
 def verdicts(arms: Mapping[str, ArmFigures], outcomes: Mapping[str, Outcome]) -> dict[str, bool]:
     """What is asked for -> whether it holds."""
-    worker, every, node = arms[WORKER], arms[EVERY], arms[NODE]
-    fresh = [one.max_age == 0 for one in outcomes[CASCADE].recoveries]
+    worker, every, node, cluster = arms[WORKER], arms[EVERY], arms[NODE], arms[CLUSTER]
     limit = LOST_STEPS + MORE_FOR_A_NODE
+    has_peer = node.sources.get("peer", 0) > 0
+    has_no_memory = set(cluster.sources) == {"storage", "residual"}
+    is_fresh = all(one.max_age == 0 for one in outcomes[CASCADE].recoveries)
     return {
         f"a killed worker costs at most {LOST_STEPS:g} steps in the mean": worker.lost_mean <= LOST_STEPS,
         "copied at every step, no version is older than a step": every.max_age <= 1,
-        f"a lost node costs at most {limit:g} steps, by its replica": node.lost_max <= limit
-        and node.sources.get("peer", 0) > 0,
-        "a killed cluster takes from the storage alone": set(arms[CLUSTER].sources)
-        == {"storage", "residual"},
-        "three kills with all ages 0 end bit-identical to the run without": all(fresh)
-        and arms[CASCADE].is_exact,
-        f"killed at the default threshold, the loss ends within {LOSS:.2%}": abs(worker.loss_ratio - 1)
-        <= LOSS,
+        f"a lost node costs at most {limit:g} steps, by its replica": has_peer and node.lost_max <= limit,
+        "a killed cluster has the storage alone, with residuals": has_no_memory
+        and cluster.sources["residual"] > 0,
+        "three kills with all ages 0 end bit-identical": is_fresh and arms[CASCADE].is_exact,
+        f"killed at the default threshold, the loss ends within {LOSS:.2%}": _within(worker.loss_ratio, LOSS),
         "no checksum was wrong": not any(arm.bad for arm in arms.values()),
         "nothing is left in shared memory": not any(arm.left for arm in arms.values()),
     }
+
+
+def _within(ratio: float, part: float) -> bool:
+    return abs(ratio - 1) <= part
 
 
 def by_layer(run: Outcome) -> dict[str, dict[str, Any]]:

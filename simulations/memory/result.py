@@ -43,8 +43,9 @@ def overhead_markdown(content: Mapping[str, Any]) -> str:
     lines = [
         "# The memory tier: what it costs",
         "",
-        f"{conditions['parameters']} parameters on {conditions['ranks']} ranks, {conditions['steps']} steps of "
-        f"each arm, interleaved step by step; {conditions['cores']} cores. The vault is a process of its own.",
+        f"{conditions['parameters']} parameters on {conditions['ranks']} ranks, {conditions['steps']} steps "
+        f"of each arm, interleaved step by step; {conditions['cores']} cores. The vault is a process of its "
+        "own.",
         "",
         *_table(_COST_HEAD, [_cost_row(name, arm) for name, arm in content["arms"].items()]),
         "",
