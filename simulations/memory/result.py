@@ -22,7 +22,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         "Lost steps: size-weighted, of the receipts; they count from the newest step that is known, and "
         "steps after that are run again. Ages: of the versions, moments included. Layers from: over all "
         "kills; a residual is newer weights of a version from the storage. Loss: training loss, mean of the "
-        "last 20 steps, against the run without a failure.",
+        f"last {conditions['loss_steps']} steps, against the run without a failure.",
         "",
         *[f"- {'yes' if held else '**no**'}: {text}" for text, held in content["verdicts"].items()],
         "",

@@ -73,6 +73,7 @@ def _conditions(outcomes: Mapping[str, Outcome], extent: Extent) -> dict[str, An
         "parameters": sum(undisturbed.layers.values()),
         "layers": undisturbed.layers,
         "steps": extent.steps,
+        "loss_steps": len(undisturbed.losses),
         "warmup_steps": extent.warmup_steps,
         "target_interval": undisturbed.run.checkpoint["target_interval"],
         "k_ratio": MemoryConfig().k_ratio,
