@@ -55,8 +55,9 @@ class Staged:
             if name in self.moved:
                 self.moved[name], self.step[name] = 0.0, step
 
-    def wait(self, is_behind: bool) -> None:
-        """A step is over: was a rank behind, so that nothing could be copied?"""
+    def copied(self, decision: PersistDecision, is_behind: bool) -> None:
+        """What `copies` found is copied now; `is_behind`: nothing could be, because of some rank."""
+        self.take(decision.step, [write.layer for write in decision.writes])
         self.waited = self.waited + 1 if is_behind else 0
 
 

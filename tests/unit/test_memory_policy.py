@@ -69,9 +69,9 @@ def test_steps_at_which_a_rank_was_behind_lend_their_room_to_the_next_copies() -
         found.append(
             len(copies(facts(numel=10), books, NONE, config(share=0.25), 1.0 if behind else 0.0).writes)
         )
-        books.wait(behind)
+        books.copied(NONE, behind)
     assert found == [0, 2, 1, 0, 0, 0, 0, 0]
-    books.wait(False)
+    books.copied(NONE, False)
     assert books.waited == 0
     books.waited = 9
     assert len(copies(facts(), books, NONE, config(share=0.05), 0.0).writes) == 1, (
@@ -178,8 +178,7 @@ def test_at_the_default_ratio_a_dead_worker_costs_less_than_five_steps(
         books.observe(DriftReport(step - lag, rates, 1.0))
         is_behind = bool(lag and step % 2)
         found = copies(replace(facts(step), layers=layers), books, NONE, settings, float(is_behind))
-        books.take(step, names(found))
-        books.wait(is_behind)
+        books.copied(found, is_behind)
         lost.append(sum(size * (step - whole[name]) for name, size in numel.items()) / sum(numel.values()))
     assert sum(lost[50:]) / len(lost[50:]) <= 5.0
     assert max(lost[50:]) <= 7.0
