@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 from math import inf
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layercheck.attempt import Attempt
 from layercheck.config import LayerCheckConfig, parse_config
 from layercheck.decision import LayerWrite, PersistDecision
 from layercheck.errors import ConfigError
@@ -77,6 +80,17 @@ def test_steps_at_which_a_rank_was_behind_lend_their_room_to_the_next_copies() -
     assert len(copies(facts(), books, NONE, config(share=0.05), 0.0).writes) == 1, (
         "four shares at most: 8 of 40"
     )
+
+
+def test_an_attempt_keeps_the_books_of_what_it_copies_and_of_the_steps_that_it_waits() -> None:
+    books = staged(step=49, a=0.2, b=0.1)
+    ledger = SimpleNamespace(lr=1.0, facts=lambda step, lr: facts(step))
+    attempt: Any = SimpleNamespace(staged=books, ledger=ledger, backlog=1.0)
+    assert Attempt.for_memory(attempt, NONE, config()).writes == ()
+    assert (books.waited, books.moved["a"]) == (1, 0.2)
+    attempt.backlog = 0.0
+    assert names(Attempt.for_memory(attempt, NONE, config())) == ["a", "b"]
+    assert (books.waited, books.moved["a"], books.step["b"]) == (0, 0.0, 50)
 
 
 def test_one_layer_goes_whatever_its_size() -> None:
