@@ -69,7 +69,7 @@ def step_s(ranks: Sequence[Samples]) -> Array:
     whole = [
         np.sum([part for part in (rank.train_s, rank.hook_s, rank.after_s) if part], axis=0) for rank in ranks
     ]
-    return _matrix(whole).max(axis=0)
+    return np.asarray(np.max(whole, axis=0), dtype=np.float64)
 
 
 def mean_step_s(ranks: Sequence[Samples]) -> float:
@@ -83,5 +83,5 @@ def drift_error_p99(pairs: Sequence[tuple[float, float]]) -> float:
     return float(np.quantile(np.abs(estimated / exact - 1), 0.99))
 
 
-def _matrix(rows: Sequence[Sequence[float] | Array]) -> Array:
+def _matrix(rows: Sequence[Sequence[float]]) -> Array:
     return np.asarray(rows, dtype=np.float64)
