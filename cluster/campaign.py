@@ -48,6 +48,8 @@ _IN_RECOVERY = 0.3
 _MAX_PAUSE_S = 8.0
 _MAX_STEPS_BETWEEN = 12
 _LOOK_S = 0.3
+_NODES = 1
+"""Of the cluster; so many folders in shared memory are in use when the run is stopped in its midst."""
 _RESTART_LOOP = "attempts in a row recovered and ended"
 
 
@@ -201,6 +203,9 @@ class Campaign:
         self._run.stop()
         self._judge.finish()
         verdict = self._judge.verdict
+        left = self._run.memory_left()
+        if len(left) > _NODES:
+            verdict.problems.append(f"{len(left)} folders in shared memory for {_NODES} node: {left}")
         return {
             "kills": self.score.kills,
             "recovered": self.score.recovered,
@@ -235,6 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     finally:
         run.stop()
+        run.memory_left()
     for problem in result["problems"]:
         print(f"NOT as it should be: {problem}", file=sys.stderr)
     print(json.dumps({key: value for key, value in result.items() if key != "problems"}))

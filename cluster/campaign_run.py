@@ -8,8 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.coordinator import normal_storage
 from cluster.private_run import PrivateRun
 from cluster.witness import Life, Notes
+from layercheck.memory import folders
 
 RUN = "campaign"
 
@@ -57,6 +59,10 @@ class CampaignRun(PrivateRun):
         """Number of the newest attempt that was ever claimed, 0 for none."""
         names = [path.name for path in self.store.glob("attempts/a*.json") if path.name.count(".") == 1]
         return max((int(name[1:-5]) for name in names), default=0)
+
+    def memory_left(self) -> list[str]:
+        """Folders in shared memory that nobody owns any more; deletes them. For a run that was stopped."""
+        return folders.sweep(run=folders.run_key(RUN, normal_storage(str(self.storage))))
 
     # ------------------------------------------------------------------ deaths
 

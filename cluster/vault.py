@@ -65,10 +65,12 @@ class VaultActor:
     def _vault(self) -> Vault:
         with self._making:
             if self._plain is None:
+                key = folders.run_key(self._run, self._storage)
                 folders.sweep(older_than_s=self._config.idle_s)
+                # What a cluster that was killed left on this machine: nobody will ever ask for it.
+                folders.sweep(run=key, nodes=_living_nodes())
                 client = connect(self._run, self._storage, self._config)
                 store = open_storage(self._storage, self._run)
-                key = folders.run_key(self._run, self._storage)
                 self._plain = open_vault(key, self._node, store, client, self._config, self._peer)
             return self._plain
 
@@ -125,9 +127,8 @@ class RayVaults:
     def others(self) -> Mapping[str, VaultCalls]:
         """See `Vaults.others`."""
         found: dict[str, VaultCalls] = {}
-        for node in ray.nodes():  # type: ignore[no-untyped-call]
-            name = node["NodeID"]
-            if node["Alive"] and name != self.node:
+        for name in _living_nodes():
+            if name != self.node:
                 with suppress(ValueError):  # no vault on this node
                     self._find(name)
                     found[name] = ActorVault(name, partial(self._find, name))
@@ -144,6 +145,10 @@ class RayVaults:
 
     def close(self) -> None:
         """See `Vaults.close`. The actors live on."""
+
+
+def _living_nodes() -> list[str]:
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 class ActorVault:

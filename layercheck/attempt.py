@@ -139,7 +139,7 @@ class Attempt:
         self.staged.take(chosen.step, [write.layer for write in chosen.versions])
         facts = self.ledger.facts(chosen.step, self.ledger.lr)
         found = copies(facts, self.staged, chosen, config, self.backlog)
-        self.staged.take(found.step, [write.layer for write in found.writes])
+        self.staged.copied(found, self.backlog > 0)
         return found
 
     def report(self, decision: PersistDecision, nbytes: int, started: float, tracked: float) -> StepReport:

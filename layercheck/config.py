@@ -67,8 +67,9 @@ class MemoryConfig(BaseModel):
     enabled: bool = False
     """Events pass through the memory of the node, and a vault writes them to the storage."""
     k_ratio: float = Field(0.03, ge=0, lt=1)
-    """A layer is copied to memory alone when it moved by this part of K since its newest copy there; 0: all
-    layers at every step, which waits for the copies of the step before. After the warm-up."""
+    """A layer is copied to memory alone when it moved by this part of K since its newest copy there, or when
+    that copy is 1.5 times this part of `target_interval` old; 0: all layers at every step, which waits for
+    the copies of the step before. After the warm-up."""
     budget_gb: float | None = Field(None, gt=0)
     """Most memory (10^9 bytes) that the vault of a node takes. Default: half of what is free in /dev/shm. Two
     copies of the state of the node's ranks are enough for `k_ratio: 0`, several for more."""

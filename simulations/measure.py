@@ -1,4 +1,4 @@
-"""`python -m simulations.measure saving|methods|footprint|sizes|residuals --out DIR`: what saving costs here.
+"""`python -m simulations.measure saving|methods|... --out DIR`: what saving costs here, and what is lost.
 
 - `saving`: LayerCheck beside stock DeepSpeed; writes `saving.json`.
 - `methods`: every method in short blocks, in a shuffled order; writes `comparison.json`, `comparison.md`,
@@ -7,8 +7,10 @@
 - `sizes`: measures nothing; draws what `methods` came to for several model sizes side by side.
 - `residuals`: bytes against lost progress in weight space, by replay and in killed runs; writes
   `residuals.json`.
+- `memory`: what a killed worker, node or cluster loses with the memory tier; writes `memory.json`. With
+  `--overhead` what the tier and residuals add to a step instead; writes `overhead.json`.
 
-All but the last two need the machine to themselves.
+`saving`, `methods`, `footprint` and `memory --overhead` need the machine to themselves.
 """
 
 # ruff: noqa: T201
@@ -58,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         "--from", nargs="*", type=Path, dest="folders", help="of `sizes`: folders of `methods`"
     )
     parser.add_argument("--resume", action="store_true", help="of `methods`: run the blocks that are missing")
+    parser.add_argument(
+        "--overhead", action="store_true", help="of `memory`: step times, interleaved, in place of kills"
+    )
     parser.add_argument("--seed", type=int, help="of `methods`: of the order of the blocks")
     return parser
 
@@ -109,6 +114,16 @@ def _residuals(options: argparse.Namespace) -> dict[str, Any]:
     return measure_residuals(options.out, options.quick, _say)
 
 
+def _memory(options: argparse.Namespace) -> dict[str, Any]:
+    if options.overhead:
+        from simulations.memory.overhead import measure_overhead  # loads torch
+
+        return measure_overhead(options.out, options.quick)
+    from simulations.memory.run import measure_memory
+
+    return measure_memory(options.out, options.quick, _say)
+
+
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -119,6 +134,7 @@ _COMMANDS = {
     "footprint": _footprint,
     "sizes": _sizes,
     "residuals": _residuals,
+    "memory": _memory,
 }
 _FLAGS = {
     "saving": {"quick"},
@@ -126,6 +142,7 @@ _FLAGS = {
     "footprint": {"quick", "size", "data"},
     "sizes": {"folders"},
     "residuals": {"quick"},
+    "memory": {"quick", "overhead"},
 }
 
 

@@ -6,14 +6,13 @@ directly: the seconds inside the hooks and `after_step`, and the CPU seconds of 
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from app.config import Config
 from app.data import open_dataset
 from app.measure.regime import CHECKPOINT, Regime, config
 from app.model import build_engine, build_model, init_distributed, set_lr
@@ -96,14 +95,20 @@ class Arm:
 def measure_arms(rank: int, storage: str, regime: Regime) -> dict[str, Samples]:
     """Runs all arms on this rank and returns their samples. Called on every rank."""
     world_size = dist.get_world_size()
-    arms = {name: _arm(rank, world_size, f"{storage}/{name}", storage, name, regime) for name in ARMS}
+    return interleaved(
+        {name: _arm(rank, world_size, f"{storage}/{name}", storage, name, regime) for name in ARMS}, regime
+    )
+
+
+def interleaved(arms: Mapping[str, Arm], regime: Regime) -> dict[str, Samples]:
+    """Steps all arms to the last step, each step in another order, and ends them. Called on every rank."""
     warmup = int(CHECKPOINT["warmup_steps"])
     order = np.random.default_rng(5)
     cpu_s: dict[str, float] = {}
     for step in range(1, regime.last_step + 1):
         if step == warmup + 1:
             cpu_s = {name: _thread_cpu_s(arm) for name, arm in arms.items()}
-        for name in order.permutation(ARMS):
+        for name in order.permutation(list(arms)):
             arms[str(name)].step(step, measured=step > warmup)
     for name, arm in arms.items():
         arm.job.loader.close()
@@ -114,17 +119,20 @@ def measure_arms(rank: int, storage: str, regime: Regime) -> dict[str, Samples]:
 
 
 def _arm(rank: int, world_size: int, folder: str, shared: str, name: str, regime: Regime) -> Arm:
-    settings = config(shared, "stock" if name == "stock" else "layer", regime.last_step)
-    init_distributed(settings)
-    job = _job(settings, rank, world_size, regime)
+    job = job_of(rank, world_size, shared, "stock" if name == "stock" else "layer", regime)
     if name == "stock":
         return Arm(job)
     store = open_storage(folder, "run")
     chosen: Storage = store
     if name == "throttled":
         chosen = ThrottledStorage(store.root, THROTTLE_BYTES_PER_S / world_size)
+    return saving(job, lambda: attach(job.engine, folder, "run", CHECKPOINT, store=chosen))
+
+
+def saving(job: Job, attached: Callable[[], Session]) -> Arm:
+    """An arm with the session that `attached` gives; the threads which begin with it are its own."""
     before = set(threading.enumerate())
-    session = attach(job.engine, folder, "run", CHECKPOINT, store=chosen)
+    session = attached()
     session.resume()
     return Arm(job, session, tuple(thread for thread in threading.enumerate() if thread not in before))
 
@@ -135,7 +143,10 @@ def _thread_cpu_s(arm: Arm) -> float:
     return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents)
 
 
-def _job(settings: Config, rank: int, world_size: int, regime: Regime) -> Job:
+def job_of(rank: int, world_size: int, shared: str, groups: str, regime: Regime) -> Job:
+    """The training of one arm; `shared` is the folder of the data, `groups` are layer or stock."""
+    settings = config(shared, groups, regime.last_step)
+    init_distributed(settings)
     dataset = open_dataset(settings, rank)
     engine: Any = build_engine(build_model(settings, dataset.tokenizer, world_size), settings, world_size)
     order = Order(len(dataset), settings.train.global_batch, settings.run.seed)

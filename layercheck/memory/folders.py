@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from hashlib import blake2b
 
@@ -68,12 +69,26 @@ def take(folder: str, limit_s: float = _LOCK_S) -> Ownership:
     return Ownership(lock)
 
 
-def sweep(place: str = PLACE, *, run: str | None = None, older_than_s: float = 0.0) -> list[str]:
-    """Deletes folders (of one run, or of all) that nobody owns and that were not touched for so long."""
-    gone, prefix = [], f"layercheck-{run}-" if run else "layercheck-"
-    for name in _names(place):
-        folder = os.path.join(place, name)
-        if not name.startswith(prefix) or time.time() - _touched(folder) < older_than_s:
+def of_run(run: str | None = None, place: str = PLACE) -> list[str]:
+    """All folders of a run on this machine, or of all runs."""
+    prefix = f"layercheck-{run}-" if run else "layercheck-"
+    return [os.path.join(place, name) for name in _names(place) if name.startswith(prefix)]
+
+
+def sweep(
+    place: str = PLACE, *, run: str | None = None, older_than_s: float = 0.0, nodes: Collection[str] = ()
+) -> list[str]:
+    """Deletes folders (of one run, or of all) that nobody owns and that were not touched for so long.
+
+    Args:
+        place: where shared memory lies.
+        run: key of the run; None for all.
+        older_than_s: see above.
+        nodes: of the run, that live: a vault may be about to come back to theirs.
+    """
+    gone, kept = [], {folder_of(run, node, place) for node in nodes} if run else set()
+    for folder in of_run(run, place):
+        if folder in kept or time.time() - _touched(folder) < older_than_s:
             continue
         lock = _try_lock(folder)
         if lock is not None:

@@ -1,6 +1,8 @@
 """[pure] What to copy to memory alone: a second threshold, far below that of the storage.
 
-Kept identical on all ranks: fed by the reduced reports and by what all ranks have chosen alike.
+Kept identical on all ranks: fed by the reduced reports and by what all ranks have chosen alike. Progress is
+lost in steps, so the age of a copy counts beside its movement: a threshold alone would leave what moves
+slowly, or has a larger K (embeddings), behind for tens of steps.
 """
 
 from collections.abc import Iterable
@@ -15,6 +17,11 @@ from layercheck.layers import LayerMap
 from layercheck.manifest import RecoveryPlan
 from layercheck.tracking.policy import LayerFacts, PolicyFacts, threshold
 
+_AGE_FACTOR = 1.5
+"""Age at which a copy is due, over the steps that a layer of mean rate takes to its threshold."""
+_MOST_SHARES = 4
+"""Of the state, in the first copies after steps at which a rank was behind."""
+
 
 @dataclass(slots=True)
 class Staged:
@@ -23,10 +30,12 @@ class Staged:
     Attributes:
         moved: layer -> path since that copy; infinity if there is none.
         step: layer -> its step.
+        waited: steps since the last one at which no rank was behind.
     """
 
     moved: dict[str, float]
     step: dict[str, int]
+    waited: int = 0
 
     @classmethod
     def since(cls, step: int, layer_map: LayerMap, plan: RecoveryPlan | None) -> Self:
@@ -47,6 +56,11 @@ class Staged:
             if name in self.moved:
                 self.moved[name], self.step[name] = 0.0, step
 
+    def copied(self, decision: PersistDecision, is_behind: bool) -> None:
+        """What `copies` found is copied now; `is_behind`: nothing could be, because of some rank."""
+        self.take(decision.step, [write.layer for write in decision.writes])
+        self.waited = self.waited + 1 if is_behind else 0
+
 
 def copies(
     facts: PolicyFacts,
@@ -59,7 +73,8 @@ def copies(
 
     None while any rank has not sealed what it took before: then an older copy could go on one rank whose
     newer one another rank never had. `k_ratio: 0` takes all layers; else those that moved by this part of K,
-    the furthest first, up to `max_event_share` of the state, but at least one.
+    or whose copy is older than such a movement usually takes, the most due first, up to `max_event_share` of
+    the state for this step and for each that had to be waited for, but at least one.
 
     Args:
         facts: what the policy knew.
@@ -74,15 +89,25 @@ def copies(
     due = []
     for layer in facts.layers:
         limit = _limit(layer, facts, config)
-        if layer.name not in taken and limit is not None and (not ratio or staged.moved[layer.name] > limit):
-            due.append((staged.moved[layer.name] / limit if limit else inf, layer, limit))
-    room = inf if not ratio else config.max_event_share * sum(layer.numel for layer in facts.layers)
+        if layer.name not in taken and limit is not None:
+            due.append((_pressure(layer.name, limit, facts.step, staged, config), layer, limit))
+    due = [one for one in due if one[0] > 1]
+    shares = config.max_event_share * min(1 + staged.waited, _MOST_SHARES)
+    room = shares * sum(layer.numel for layer in facts.layers) if ratio else inf
     writes: list[LayerWrite] = []
     for _, layer, limit in sorted(due, key=lambda item: -item[0]):
         if not writes or layer.numel <= room:
             writes.append(_write(layer, staged, limit, facts.step))
             room -= layer.numel
     return PersistDecision(facts.step, tuple(writes))
+
+
+def _pressure(name: str, limit: float, step: int, staged: Staged, config: LayerCheckConfig) -> float:
+    """How due a layer is: above 1 it is, larger goes first."""
+    if not limit:
+        return inf
+    oldest = _AGE_FACTOR * config.memory.k_ratio * config.target_interval
+    return max(staged.moved[name] / limit, (step - staged.step[name]) / oldest)
 
 
 def _limit(layer: LayerFacts, facts: PolicyFacts, config: LayerCheckConfig) -> float | None:

@@ -55,16 +55,21 @@ def overhead_ratio(ranks: Sequence[Samples]) -> float:
 
 
 def ab_ratio(saving: Sequence[Samples], stock: Sequence[Samples]) -> Ratio:
-    """Step time with saving over step time with stock groups: medians of paired steps, by bootstrap."""
-    ours = np.max(
-        [np.asarray(r.train_s) + np.asarray(r.hook_s) + np.asarray(r.after_s) for r in saving], axis=0
-    )
-    theirs = _matrix([rank.train_s for rank in stock]).max(axis=0)
+    """Step time of one arm over that of another: medians of paired steps, by bootstrap."""
+    ours, theirs = step_s(saving), step_s(stock)
     generator = np.random.default_rng(1)
     picks = generator.integers(0, len(ours), size=(_RESAMPLES, len(ours)))
     ratios = np.median(ours[picks], axis=1) / np.median(theirs[picks], axis=1)
     low, high = np.quantile(ratios, [0.025, 0.975])
     return Ratio(float(np.median(ours) / np.median(theirs)), float(low), float(high))
+
+
+def step_s(ranks: Sequence[Samples]) -> Array:
+    """Seconds of each step on the slower rank, with whatever saves; shape (steps,)."""
+    whole = [
+        np.sum([part for part in (rank.train_s, rank.hook_s, rank.after_s) if part], axis=0) for rank in ranks
+    ]
+    return np.asarray(np.max(whole, axis=0), dtype=np.float64)
 
 
 def mean_step_s(ranks: Sequence[Samples]) -> float:

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
+from cluster.coordinator import normal_storage
+from layercheck.memory import folders
 from tests.e2e.runs import ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 PROMISED = {"kills", "recovered", "lost_versions", "wrong_bytes", "hangs", "max_age"}
 
 
-def campaign(folder: Path, kills: int, seed: int) -> dict[str, Any]:
+def campaign(folder: Path, kills: int, seed: int, *settings: str) -> dict[str, Any]:
     result = folder / "campaign.json"
     options = [
         "--kills",
@@ -29,6 +31,7 @@ def campaign(folder: Path, kills: int, seed: int) -> dict[str, Any]:
         str(result),
         "--folder",
         str(folder / "c"),
+        *(("--set", *settings) if settings else ()),
     ]
     done = subprocess.run(
         [sys.executable, "-m", "cluster.campaign", *options],
@@ -60,3 +63,10 @@ def test_three_kills(tmp_path):
 @pytest.mark.slow
 def test_twelve_kills(tmp_path):
     check(campaign(tmp_path, 12, seed=12), 12)
+
+
+@pytest.mark.slow
+def test_eight_kills_with_vaults_that_die_as_well(tmp_path):
+    check(campaign(tmp_path, 8, 5, "checkpoint.settings.memory.enabled=true"), 8)
+    key = folders.run_key("campaign", normal_storage(str(tmp_path / "c" / "storage")))
+    assert folders.of_run(key) == []

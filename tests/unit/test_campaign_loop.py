@@ -24,12 +24,16 @@ class PretendedRun:
         self.recovers, self.attempt, self.step = recovers, 1, 4 if trains else 0
         self.exit_codes: list[int] = []
         self.words = ""
+        self.left: list[str] = []
         self.starts = 0
 
     def start(self) -> None:
         self.starts += 1
 
     def stop(self) -> None: ...
+
+    def memory_left(self) -> list[str]:
+        return self.left
 
     def kill(self, part: str, rng: random.Random) -> Death:
         death = Death(part, self.step, self.attempt, "pretended")
@@ -113,6 +117,15 @@ def test_a_step_of_the_plan_itself_is_none_beyond_it(tmp_path: Path) -> None:
     life = run.lives()[0]
     run.lives = lambda: [Life(0, 1, {}, 2, 1, {"t_fail": life.steps[-1][0]}, None, life.steps)]  # type: ignore[method-assign]
     assert not campaign._is_behind(Death("worker", 3, 1, ""))
+
+
+@pytest.mark.parametrize(("left", "good"), [(1, True), (2, False)])
+def test_memory_that_dead_nodes_left_is_a_problem(left: int, good: bool, tmp_path: Path) -> None:
+    run = PretendedRun(tmp_path)
+    run.left = [f"/dev/shm/{number}" for number in range(left)]
+    result = go(run, 1)
+    assert is_good(result) == good
+    assert good or "2 folders in shared memory" in result["problems"][0]
 
 
 def test_vaults_are_hit_where_there_are_any(tmp_path: Path) -> None:

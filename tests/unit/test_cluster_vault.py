@@ -37,6 +37,9 @@ class Handle:
 def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VaultActor]:
     killed: list[Any] = []
     monkeypatch.setattr(module.ray, "get", lambda answer, timeout: answer())
+    monkeypatch.setattr(
+        module.ray, "nodes", lambda: [{"NodeID": "node", "Alive": True}, {"NodeID": "dead", "Alive": False}]
+    )
     monkeypatch.setattr(module.ray, "kill", lambda actor, no_restart: killed.append(actor))
     monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="me"))
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
@@ -69,6 +72,21 @@ def test_a_rank_stages_through_the_actor_and_a_recovery_asks_it(actor: VaultActo
     vault.began(NEXT, {held.file})
     with pytest.raises(FencedError):
         vault.open(memory_event(4), 0, TOKEN, 10)
+
+
+def test_a_vault_that_begins_deletes_what_dead_nodes_of_its_run_left(
+    actor: VaultActor, tmp_path: Path
+) -> None:
+    key = folders.run_key("run", normal_storage(str(tmp_path)))
+    dead, other = folders.folder_of(key, "dead"), folders.folder_of(f"{key[:-1]}x", "dead")
+    for folder in (dead, other):
+        folders.take(folder).release()
+    try:
+        client(actor).settle(NEXT, 1.0)
+        assert not Path(dead).exists()
+        assert Path(other).exists(), "of another run: it may belong to another cluster"
+    finally:
+        folders.sweep(run=f"{key[:-1]}x")
 
 
 GONE: list[Callable[[], Exception]] = [

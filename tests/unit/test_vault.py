@@ -15,6 +15,7 @@ from tests.vaults import (
     HEADER,
     LAYERS,
     NEXT,
+    RUN,
     TOKEN,
     Node,
     Told,
@@ -310,6 +311,18 @@ def test_a_folder_without_an_owner_goes_after_a_while_and_one_with_an_owner_neve
     assert folders.sweep(place, run="another") == []
     assert folders.sweep(place) == [node.vault.folder]
     assert node.left == []
+
+
+def test_what_a_dead_node_left_goes_and_that_of_a_living_one_waits_for_its_vault(tmp_path: Path) -> None:
+    place = str(tmp_path / "shm")
+    folders_of = [folders.folder_of(RUN, node, place) for node in ("n0", "n1", "n2")]
+    owner = Node(tmp_path).vault  # of n0
+    for folder in folders_of[1:]:
+        folders.take(folder).release()
+    assert folders.sweep(place, run=RUN, nodes=["n1"]) == [folders_of[2]], "n0 has a vault, n1 may get one"
+    assert sorted(folders.of_run(RUN, place)) == sorted(folders_of[:2])
+    die(owner)
+    assert folders.sweep(place, run=RUN, nodes=["n1"]) == [folders_of[0]]
 
 
 def test_two_vaults_of_one_node_are_refused(tmp_path: Path) -> None:

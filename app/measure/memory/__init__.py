@@ -1,0 +1,1 @@
+"""Runs on a private cluster whose workers, nodes or whole cluster are killed; the memory tier in steps."""

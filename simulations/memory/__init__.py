@@ -1,0 +1,1 @@
+"""What is lost with the memory tier when workers, nodes or the cluster die, and what the tier costs."""

@@ -1,0 +1,130 @@
+"""[pure] The tables of `memory.json` for people, as Markdown."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """All tables."""
+    conditions = content["conditions"]
+    lines = [
+        "# The memory tier: what a death costs",
+        "",
+        f"{conditions['parameters']} parameters on {conditions['ranks']} ranks, {conditions['steps']} steps, "
+        f"the base at {conditions['warmup_steps']}; a version every {conditions['target_interval']:g} steps "
+        f"asked for, `memory.k_ratio` {conditions['k_ratio']:g} where it is not 0. Every kill is a SIGKILL "
+        "at a random moment of a step.",
+        "",
+        *_table(_HEAD, [_row(name, arm) for name, arm in content["arms"].items()]),
+        "",
+        "Lost steps: size-weighted, of the receipts; they count from the newest step that is known, and "
+        "steps after that are run again. Ages: of the versions, moments included. Layers from: over all "
+        "kills; a residual is newer weights of a version from the storage. Loss: training loss, mean of the "
+        f"last {conditions['loss_steps']} steps, against the run without a failure.",
+        "",
+        *[f"- {'yes' if held else '**no**'}: {text}" for text, held in content["verdicts"].items()],
+        "",
+        "## Each recovery",
+        "",
+        *_table(_ONE_HEAD, [_one_row(name, one) for name, one in _each(content)]),
+        "",
+        "## Steps lost by layer, at the default threshold",
+        "",
+        *_table(("layer", "parameters", "mean", "largest"), _layer_rows(content)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def overhead_markdown(content: Mapping[str, Any]) -> str:
+    """The table of `overhead.json`."""
+    conditions = content["conditions"]
+    lines = [
+        "# The memory tier: what it costs",
+        "",
+        f"{conditions['parameters']} parameters on {conditions['ranks']} ranks, {conditions['steps']} steps "
+        f"of each arm, interleaved step by step; {conditions['cores']} cores. The vault is a process of its "
+        "own.",
+        "",
+        *_table(_COST_HEAD, [_cost_row(name, arm) for name, arm in content["arms"].items()]),
+        "",
+        "Step: median seconds of the slower rank, saving included. Ratio: of medians, to saving alone, with "
+        "its 95 % interval. Stall and threads: seconds a step and rank.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = (
+    "run", "kills", "lost steps, mean", "largest", "oldest version", "weighted age", "layers from",
+    "steps run again", "loss", "state", "step (s)",
+)  # fmt: skip
+_ONE_HEAD = (
+    "run", "killed after", "known from", "lost steps", "oldest", "from", "plan (s)", "fetch", "install",
+)  # fmt: skip
+_COST_HEAD = ("arm", "step (s)", "ratio", "stall (ms)", "threads (ms)", "oldest version")
+
+
+def _row(name: str, arm: Row) -> tuple[str, ...]:
+    return (
+        name,
+        f"{arm['kills']}",
+        f"{arm['lost_mean']:.2f}",
+        f"{arm['lost_max']:.2f}",
+        f"{arm['max_age']}",
+        f"{arm['weighted_age']:.2f}",
+        _places(arm["sources"]),
+        f"{arm['again_steps']}",
+        f"{100 * (arm['loss_ratio'] - 1):+.3f} %",
+        "the same bits" if arm["is_exact"] else "differs",
+        f"{arm['median_step_s']:.2f}",
+    )
+
+
+def _each(content: Mapping[str, Any]) -> list[tuple[str, Row]]:
+    return [(name, one) for name, run in content["runs"].items() for one in run["recoveries"]]
+
+
+def _one_row(name: str, one: Row) -> tuple[str, ...]:
+    sources = list(one["sources"].values())
+    counts = {source: sources.count(source) for source in sorted(set(sources))}
+    return (
+        name,
+        f"{one['killed_at']}",
+        one["t_fail_source"],
+        f"{one['lost_steps']:.2f}",
+        f"{one['max_age']}",
+        _places(counts | {"residual": len(one["residuals"])}),
+        *(f"{one['seconds'][phase]:.2f}" for phase in ("plan_s", "fetch_s", "install_s")),
+    )
+
+
+def _layer_rows(content: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    sizes = content["conditions"]["layers"]
+    return [
+        (name, f"{sizes[name]}", f"{steps['mean']:.1f}", f"{steps['max']:g}")
+        for name, steps in content["by_layer"].items()
+    ]
+
+
+def _cost_row(name: str, arm: Row) -> tuple[str, ...]:
+    return (
+        name,
+        f"{arm['step_s']:.3f}",
+        f"{arm['ratio']:.3f} ({arm['ci95'][0]:.3f} to {arm['ci95'][1]:.3f})",
+        f"{1000 * arm['stall_s']:.1f}",
+        f"{1000 * arm['threads_s']:.1f}",
+        f"{arm['max_age']}",
+    )
+
+
+def _places(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items() if count) or "-"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(head) + " |",
+        "|" + " --- |" * len(head),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]

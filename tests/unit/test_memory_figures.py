@@ -1,0 +1,221 @@
+"""The arithmetic of `memory.json` and `overhead.json`, on recoveries and samples that are known by hand."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import load_config
+from app.measure.arms import Samples
+from app.measure.memory.killed import CONFIG, settings_of
+from app.measure.memory.overhead import ARMS
+from app.measure.memory.spec import KilledRun, Outcome, Recovered
+from app.measure.regime import Regime
+from layercheck.config import MemoryConfig
+from layercheck.errors import ConfigError
+from simulations.measure import main
+from simulations.memory.arms import (
+    CASCADE,
+    CLUSTER,
+    EVERY,
+    FULL,
+    LATE,
+    NODE,
+    QUICK,
+    UNDISTURBED,
+    WORKER,
+    Extent,
+    kill_steps,
+    killed_runs,
+)
+from simulations.memory.figures import arm_figures, by_layer, verdicts
+from simulations.memory.overhead import content_of as overhead_of
+from simulations.memory.result import markdown, overhead_markdown
+from simulations.memory.run import content_of
+
+STATE = {"a/0": "11", "b/0": "22"}
+
+
+def recovered(killed_at: int = 20, source: str = "memory", **more: Any) -> Recovered:
+    values = {
+        "killed_at": killed_at, "t_fail": killed_at, "t_fail_source": "live", "resume_step": killed_at + 1,
+        "lost_steps": 3.0, "max_age": 4, "weighted_age": 3.0, "ages": {"a": 4, "b": 2},
+        "lost": {"a": 4.0, "b": 2.0}, "sources": {"a": source, "b": "memory" if source == "peer" else source},
+        "residuals": (), "bad": 0, "seconds": {"plan_s": 0.1, "fetch_s": 0.2, "install_s": 0.3},
+    }  # fmt: skip
+    return Recovered.model_validate(values | more)
+
+
+def outcome(run: KilledRun, *recoveries: Recovered, **more: Any) -> Outcome:
+    values = {
+        "run": run, "layers": {"a": 30, "b": 10}, "recoveries": recoveries, "losses": (2.0, 1.0),
+        "state": STATE, "left": 0, "median_step_s": 0.5,
+    }  # fmt: skip
+    return Outcome.model_validate(values | more)
+
+
+def outcomes(changed: dict[str, Outcome] | None = None) -> dict[str, Outcome]:
+    """One of each run, all as it should be but for what is changed."""
+    runs = killed_runs(QUICK)
+    good = {
+        UNDISTURBED: outcome(runs[UNDISTURBED]),
+        WORKER: outcome(runs[WORKER], recovered(), recovered(40, lost_steps=6.0), losses=(2.0, 1.006)),
+        EVERY: outcome(runs[EVERY], recovered(max_age=1, lost_steps=0.5)),
+        CASCADE: outcome(runs[CASCADE], *[recovered(step, max_age=0, lost_steps=0.0) for step in (1, 2, 3)]),
+        NODE: outcome(runs[NODE], recovered(source="peer", lost_steps=9.0)),
+        CLUSTER: outcome(runs[CLUSTER], recovered(source="storage", residuals=("a",))),
+    }
+    return good | (changed or {})
+
+
+def found(changed: dict[str, Outcome] | None = None) -> dict[str, bool]:
+    runs = outcomes(changed)
+    return verdicts({name: arm_figures(run, runs[UNDISTURBED]) for name, run in runs.items()}, runs)
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_an_arm_is_the_mean_and_the_largest_of_its_recoveries() -> None:
+    runs = outcomes()
+    arm = arm_figures(runs[WORKER], runs[UNDISTURBED])
+    assert (arm.kills, arm.lost_mean, arm.lost_max, arm.max_age) == (2, 4.5, 6.0, 4)
+    assert arm.sources == {"memory": 4, "residual": 0}
+    assert arm.loss_ratio == pytest.approx(3.006 / 3.0)
+    assert not arm.is_exact
+    assert by_layer(runs[WORKER]) == {"a": {"mean": 4.0, "max": 4.0}, "b": {"mean": 2.0, "max": 2.0}}
+
+
+def test_steps_run_again_are_counted_and_steps_known_from_elsewhere_are_not() -> None:
+    runs = outcomes()
+    again = outcome(runs[WORKER].run, recovered(20, resume_step=18), recovered(40, resume_step=42))
+    assert arm_figures(again, runs[UNDISTURBED]).again_steps == 3
+
+
+@pytest.mark.parametrize("change", [{"losses": (2.0, 1.0 + 1e-15)}, {"state": STATE | {"b/0": "23"}}])
+def test_exact_means_every_bit(change: dict[str, Any]) -> None:
+    runs = outcomes()
+    same = outcome(runs[CASCADE].run)
+    assert arm_figures(same, runs[UNDISTURBED]).is_exact
+    assert not arm_figures(same.model_copy(update=change), runs[UNDISTURBED]).is_exact
+
+
+def test_all_verdicts_hold_where_all_is_as_it_should_be() -> None:
+    assert all(found().values())
+
+
+RUNS = killed_runs(QUICK)
+BROKEN = {
+    "killed worker costs": {WORKER: outcome(RUNS[WORKER], recovered(lost_steps=5.1))},
+    "copied at every step": {EVERY: outcome(RUNS[EVERY], recovered(max_age=2))},
+    "lost node costs": {NODE: outcome(RUNS[NODE], recovered(source="peer", lost_steps=10.1))},
+    "by its replica": {NODE: outcome(RUNS[NODE], recovered(source="storage"))},
+    "killed cluster has": {CLUSTER: outcome(RUNS[CLUSTER], recovered(residuals=("a",)))},
+    "with residuals": {CLUSTER: outcome(RUNS[CLUSTER], recovered(source="storage"))},
+    "bit-identical": {CASCADE: outcome(RUNS[CASCADE], recovered(max_age=1))},
+    "end bit-identical": {CASCADE: outcome(RUNS[CASCADE], recovered(max_age=0), losses=(2.0, 1.1))},
+    "loss ends within": {WORKER: outcome(RUNS[WORKER], recovered(), losses=(2.0, 0.98))},
+    "no checksum": {WORKER: outcome(RUNS[WORKER], recovered(bad=1))},
+    "nothing is left": {NODE: outcome(RUNS[NODE], recovered(source="peer"), left=1)},
+}
+
+
+@pytest.mark.parametrize("words", BROKEN)
+def test_each_verdict_sees_what_it_is_about(words: str) -> None:
+    failed = [text for text, held in found(BROKEN[words]).items() if not held]
+    assert len(failed) == 1, failed
+    assert words in failed[0]
+
+
+# ---------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("extent", [FULL, QUICK])
+def test_kills_come_after_the_base_apart_and_leave_the_run_time(extent: Extent) -> None:
+    for kills in (extent.kills, extent.few, 3):
+        steps = kill_steps(extent, kills)
+        assert len(steps) == kills
+        assert extent.warmup_steps + 3 < steps[0]
+        assert steps[-1] < extent.steps - extent.gap // 2
+        assert all(later - earlier >= extent.gap // 2 for earlier, later in pairwise(steps))
+
+
+def test_at_least_six_workers_are_killed_and_three_in_a_cascade() -> None:
+    for extent, least in ((FULL, 6), (QUICK, 3)):
+        runs = killed_runs(extent)
+        assert len(runs[WORKER].kills) >= least
+        assert len(runs[CASCADE].kills) == 3
+        assert runs[CASCADE].moment == LATE
+        assert next(iter(runs)) == UNDISTURBED
+
+
+@pytest.mark.parametrize("name", killed_runs(FULL))
+def test_the_settings_of_every_run_are_those_of_the_app(name: str, tmp_path: Path) -> None:
+    spec = killed_runs(FULL)[name]
+    config = load_config(CONFIG, settings_of(spec, tmp_path / "steps"))
+    settings = config.checkpoint.settings
+    assert config.train.steps == spec.steps
+    assert settings.memory.enabled == (name != UNDISTURBED)
+    assert settings.residual.enabled == (name == CLUSTER)
+    assert settings.memory.replicas == (name == NODE)
+    ratio = 0.0 if name in (EVERY, CASCADE) else MemoryConfig().k_ratio
+    assert settings.memory.k_ratio == ratio
+
+
+def test_a_receipt_becomes_a_recovery() -> None:
+    layers = [
+        {"name": "a", "age": 4, "lost": 3.0, "source": "peer", "residual": None},
+        {"name": "b", "age": 9, "lost": 1.0, "residual": 19},
+    ]
+    known = recovered(20)
+    receipt = {**known.model_dump(), **known.seconds, "layers": layers, "bad": [{}], "lost_steps": 2.5}
+    one = Recovered.of(22, receipt)
+    assert (one.killed_at, one.t_fail, one.lost_steps, one.bad) == (22, 20, 2.5, 1)
+    assert one.sources == {"a": "peer", "b": "storage"}
+    assert (one.ages, one.lost, one.residuals) == ({"a": 4, "b": 9}, {"a": 3.0, "b": 1.0}, ("b",))
+
+
+# ---------------------------------------------------------------- pages
+
+
+def test_the_page_has_a_row_for_each_run_and_each_recovery() -> None:
+    content = content_of(outcomes(), QUICK)
+    page = markdown(json.loads(json.dumps(content)))
+    assert "| worker | 2 | 4.50 | 6.00 | 4 |" in page
+    assert "peer 1, memory 1" in page
+    assert "storage 2, residual 1" in page
+    assert page.count("- yes: ") == len(content["verdicts"])
+    assert "| a | 30 | 4.0 | 4 |" in page
+
+
+def _samples(step_s: float) -> Samples:
+    return Samples([step_s] * 4, [0.1] * 4, [0.05] * 4, [0.0] * 4, [0.0] * 4, thread_cpu_s=0.8, max_age=7)
+
+
+def test_the_overhead_is_that_of_the_slower_rank_beside_saving_alone() -> None:
+    arms = {name: [_samples(0.4), _samples(0.9)] for name in ARMS}
+    arms["saving+memory"] = [_samples(1.1), _samples(0.2)]
+    content = overhead_of(arms, Regime(4, 0), parameters=1000)
+    memory = content["arms"]["saving+memory"]
+    assert memory["ratio"] == pytest.approx(1.2 / 1.0)
+    assert memory["step_s"] == pytest.approx(1.2)
+    assert (memory["stall_s"], memory["threads_s"]) == (pytest.approx(0.05), pytest.approx(0.2))
+    assert content["arms"]["saving"]["ratio"] == pytest.approx(1.0)
+    page = overhead_markdown(content)
+    assert "| saving+memory | 1.200 | 1.200 (1.200 to 1.200) | 50.0 | 200.0 | 7 |" in page
+
+
+@pytest.mark.parametrize("what", ["residuals", "saving"])
+def test_the_overhead_flag_is_one_of_memory_alone(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([what, "--out", "/tmp/never", "--overhead"]) == 2
+    assert "--overhead means nothing" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    from simulations.memory.run import measure_memory
+
+    with pytest.raises(ConfigError, match="cannot make the folder"):
+        measure_memory(tmp_path / "file", True, print)
