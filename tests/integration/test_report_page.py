@@ -70,7 +70,8 @@ def test_the_heartbeat_carries_what_only_the_ranks_know(trained: Path) -> None:
     rows = [row for part in parts for row in pq.read_table(part).to_pylist()]
     costs = open_both(str(trained)).facts().progress[2].trainer_state["layercheck"]["costs"]
     assert costs.keys() == {
-        "stall_s", "inflight_bytes", "max_age", "weighted_age", "drift_ratio", "lost_steps", "lost_drift"
+        "stall_s", "inflight_bytes", "max_age", "weighted_age", "drift_ratio", "lost_steps", "lost_drift",
+        "skipped_copies",
     }  # fmt: skip
     assert costs["stall_s"] == pytest.approx(sum(row["stall_s"] for row in rows))
     assert costs["max_age"] == rows[-1]["max_age"]

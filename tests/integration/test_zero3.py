@@ -56,7 +56,7 @@ def test_drift_is_the_norm_of_the_realised_update_and_ignores_nan_in_the_padding
 ) -> None:
     for pairs in run_ranks(5 if norm == "mean_abs" else 2, tmp_path, _drift_against_exact, norm):
         for measured, exact in pairs:
-            assert measured == pytest.approx(exact, rel=1e-6)
+            assert measured == pytest.approx(exact, rel=1e-4)
 
 
 def _slices() -> list[tuple[str, int, int, int]]:
