@@ -1,7 +1,9 @@
 """`python -m simulations.ettr --costs FILE|RUN_DIR|paper --out DIR`: ETTR against MTBF.
 
 Writes `ettr.parquet` (one row a point), `ettr.json` (settings, crossovers), and the pictures `ettr` and
-`ettr-breakdown` (.png, .svg); with `--cluster` the same as `cluster`, over 8 to 131,072 GPUs. Where
+`ettr-breakdown` (.png, .svg); with `--cluster` the same as `cluster`, over 8 to 131,072 GPUs. With `--tiers`
+LayerCheck is simulated with each of its tiers, too (residuals, memory, both), kinds of failure are Llama 3's,
+and `ettr-tiers.json`, `.md` and a picture say who is ahead where and why, lost progress charged. Where
 RAY_ADDRESS names a cluster, as inside a Ray job, each (method, MTBF, block of seeds) is one task of it;
 without one all runs in this process. The numbers are the same.
 """
@@ -17,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from layercheck.errors import LayerCheckError
+from layercheck.errors import ConfigError, LayerCheckError
+from simulations import tier_report
 from simulations.checks import positive
 from simulations.cluster_view import (
     CLUSTER_GPUS,
@@ -28,13 +31,17 @@ from simulations.cluster_view import (
     scaling,
 )
 from simulations.costs import Costs, load_costs
-from simulations.options import add_failure_options, failure_model
+from simulations.failures import KINDS
+from simulations.options import USUAL_MIX, add_failure_options, failure_model
 from simulations.pictures import draw_breakdown, draw_curves
 from simulations.progress import ProgressBar
 from simulations.ray_tasks import has_cluster, run_on_ray
 from simulations.sweep import Outcome, Plan, run_here, sweep
 from simulations.tables import crossovers, crossovers_in_words, row_of, table, write_parquet
+from simulations.tiers import STORAGE, TierSet, tier_sets
 
+_TIERS_MIX = "llama3"
+"""The only published causes that tell processes, nodes and switches apart (`cluster_view.LLAMA3_CAUSES`)."""
 _LEGEND = (
     "cells: ETTR in % +- half its 95 % interval (with lost progress charged) /steps between two saves",
     "matched: every interval method takes LayerCheck's mean interval, as in the paper",
@@ -59,7 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--costs", required=True, help="a costs.json, the folder of a run, or `paper`")
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
-    add_failure_options(parser)
+    add_failure_options(parser, f"{USUAL_MIX}, with --tiers {_TIERS_MIX}")
+    _add_tier_options(parser)
     parser.add_argument(
         "--cluster", action="store_true", help="8 to 131,072 GPUs in place of a range of MTBFs"
     )
@@ -75,21 +83,59 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_tier_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tiers", action="store_true", help="LayerCheck with residuals and memory, too")
+    parser.add_argument("--no-replicas", action="store_true", help="of `--tiers`: no copies on other nodes")
+    parser.add_argument(
+        "--step-ratio",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="TIERS=RATIO",
+        help="of `--tiers`: measured step time with those tiers / without, as memory=1.02; default: derived",
+    )
+
+
+def _tiers(options: argparse.Namespace, costs: Costs) -> tuple[TierSet, ...]:
+    """What LayerCheck is simulated with.
+
+    Raises:
+        ConfigError: an option means nothing without `--tiers`, or a ratio is wrong.
+    """
+    if not options.tiers:
+        for flag, value in (("--no-replicas", options.no_replicas), ("--step-ratio", options.step_ratio)):
+            if value:
+                raise ConfigError(f"{flag} means nothing without --tiers: add it, or leave {flag} out")
+        return (STORAGE,)
+    if not any(cost.layers for cost in costs.methods.values()):
+        raise ConfigError(f"--tiers: costs {options.costs} have no method that restores layers")
+    ratios = {}
+    for text in options.step_ratio:
+        name, _, value = text.partition("=")
+        try:
+            ratios[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"step-ratio {text!r} must be like memory=1.02") from None
+    return tier_sets(not options.no_replicas, ratios)
+
+
 def _plans(options: argparse.Namespace) -> list[Plan]:
     """One plan for a range of MTBFs; with `--cluster` one for each size, each with costs of its own."""
-    costs, failures = load_costs(options.costs), failure_model(options)
+    costs = load_costs(options.costs)
+    tiers = _tiers(options, costs)
+    failures = failure_model(options, usual_mix=_TIERS_MIX if options.tiers else USUAL_MIX)
     seeds, horizon_s = int(positive("seeds", options.seeds)), positive("days", options.days) * 86400
     if options.cluster:
         rate, scaled = parse_rate(options.rate), scaling(options)
         sizes = {gpus: mtbf_of_cluster(gpus / GPUS_PER_NODE, rate) for gpus in CLUSTER_GPUS}
         return [
-            Plan(scaled.costs(costs, gpus), (mtbf_s,), failures, seeds, horizon_s=horizon_s)
+            Plan(scaled.costs(costs, gpus), (mtbf_s,), failures, seeds, horizon_s=horizon_s, tiers=tiers)
             for gpus, mtbf_s in sizes.items()
         ]
     low, high = (positive("mtbf_h", hours) * 3600 for hours in options.mtbf_h)
     points = int(positive("points", options.points))
     mtbf_s = tuple(float(one) for one in np.geomspace(low, high, points))
-    return [Plan(costs, mtbf_s, failures, seeds, horizon_s=horizon_s)]
+    return [Plan(costs, mtbf_s, failures, seeds, horizon_s=horizon_s, tiers=tiers)]
 
 
 def _run(plans: list[Plan], options: argparse.Namespace) -> None:
@@ -106,6 +152,8 @@ def _run(plans: list[Plan], options: argparse.Namespace) -> None:
         draw_curves(outcomes, options.out / name, options.cluster, paper=options.costs == "paper")
         draw_breakdown(outcomes, options.out / f"{name}-breakdown")
     print(describe(plans[0].costs, outcomes))
+    if options.tiers:
+        _report_tiers(plans[0], outcomes, options)
     total = sum(one.num_failures for one in outcomes)
     where = "as Ray tasks" if on_ray else "in one process"
     print(
@@ -116,6 +164,18 @@ def _run(plans: list[Plan], options: argparse.Namespace) -> None:
         f"written to {options.out}: {name}.parquet, {name}.json"
         + ("" if options.no_pictures else ", pictures")
     )
+
+
+def _report_tiers(plan: Plan, outcomes: list[Outcome], options: argparse.Namespace) -> None:
+    found = tier_report.content(plan.costs, plan.tiers, outcomes)
+    parts = ", ".join(
+        f"{kind} {100 * part:.1f} %" for kind, part in zip(KINDS, plan.failures.mix, strict=True)
+    )
+    about = f"Costs: {plan.costs.title}. Failures: {parts}. {options.seeds} seeds of {options.days:g} days."
+    tier_report.write(options.out, found, about)
+    if not options.no_pictures:
+        tier_report.draw(outcomes, options.out / "ettr-tiers")
+    print(f"\n{tier_report.in_words(found)}")
 
 
 def _settings(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:

@@ -65,9 +65,12 @@ class Method:
         return sum(part * recovery.total_s for part, recovery in zip(mix, self.recovery, strict=True))
 
     def at(self, interval_steps: int, stall_s: float | None = None) -> "Method":
-        """The same method with another interval."""
+        """The same method with another interval; far copies stay as many steps apart."""
         stall_s = self.stall_s if stall_s is None else stall_s
-        return replace(self, interval_steps=interval_steps, stall_s=stall_s)
+        far_every = self.far_every
+        if far_every:
+            far_every = max(1, round(far_every * self.interval_steps / interval_steps))
+        return replace(self, interval_steps=interval_steps, stall_s=stall_s, far_every=far_every)
 
 
 def simple(name: str, tau_s: float, stall_s: float, recovery_s: float, interval_steps: int = 1) -> Method:

@@ -7,16 +7,19 @@ every step stay as they are. LayerCheck's K is held fixed (`failure_aware: false
 what it adapts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Literal
 
 import numpy as np
 
+from simulations.copies import Tier, expected_lost_steps
 from simulations.costs import Costs
 from simulations.failures import FailureModel
-from simulations.lost import Schedule, expected_lost_steps, schedule_of
+from simulations.far import destroyed_ettr
 from simulations.methods import Method
 from simulations.model import daly_interval_s, empirical_ettr, ettr
+from simulations.tiers import STORAGE, TierSet, composite
 
 Protocol = Literal["matched", "own_optimum"]
 PROTOCOLS: tuple[Protocol, ...] = ("matched", "own_optimum")
@@ -33,7 +36,7 @@ class Point:
     Attributes:
         interval_steps: steps per commit; for a composite its mean persist interval.
         gpus: devices that the costs are of.
-        schedule: of a composite; None for a method that loses nothing but what it does again.
+        tiers: where a composite has its copies; none for a method that loses nothing but what it does again.
     """
 
     protocol: Protocol
@@ -41,26 +44,33 @@ class Point:
     source: str
     interval_steps: float
     gpus: int
-    schedule: Schedule | None = None
+    tiers: tuple[Tier, ...] = ()
 
 
-def operating_point(name: str, costs: Costs, protocol: Protocol, failures: FailureModel) -> Point:
-    """One method of the costs under one protocol at one MTBF."""
+def operating_point(
+    name: str, costs: Costs, protocol: Protocol, failures: FailureModel, tiers: TierSet = STORAGE
+) -> Point:
+    """One method of the costs under one protocol at one MTBF; `tiers` are those of a composite."""
     cost = costs.methods[name]
     method = cost.method(name, costs.t_iter_s)
     if cost.layers:
-        factor = best_factor(name, costs, failures) if protocol == "own_optimum" else 1.0
-        return composite_at(name, costs, factor, protocol)
+        factor = best_factor(name, costs, failures, tiers) if protocol == "own_optimum" else 1.0
+        return composite_at(name, costs, factor, protocol, tiers)
     if cost.commits == "interval":
         steps = costs.matched_interval_steps
         if protocol == "own_optimum":
+            method = _stored_often(method, costs)
             steps = best_interval(method, failures, cost.min_interval_steps)
         method = method.at(max(steps, cost.min_interval_steps))
     return Point(protocol, method, cost.source, method.interval_steps, costs.gpus)
 
 
 def closed_form(method: Method, failures: FailureModel) -> float:
-    """ETTR of the closed forms: mean recovery of the mix; copies that die with a node are not in it."""
+    """ETTR of the closed forms: mean recovery of the mix, exponential law for what dies with nodes."""
+    return _kept(method, failures) - destroyed_ettr(method, failures)
+
+
+def _kept(method: Method, failures: FailureModel) -> float:
     recovery_s = method.recovery_s(failures.mix)
     if failures.repair is not None:
         recovery_s += failures.repair.mean_s
@@ -82,6 +92,20 @@ def closed_form(method: Method, failures: FailureModel) -> float:
 # ---------------------------------------------------------------- optima
 
 
+def _stored_often(method: Method, costs: Costs) -> Method:
+    """A method with copies in memory stores one of them as soon as the write before has ended.
+
+    A copy that lies in memory stalls nobody while it is written, so its optimum is as often as can be. How
+    long such a write takes is known from a method that writes full states beside training; else the method
+    stores as often as it was measured.
+    """
+    delays_s = [cost.commit_delay_s for cost in costs.methods.values() if not cost.layers]
+    if not method.far_every or not any(delays_s):
+        return method
+    steps = ceil(max(delays_s) / method.t_iter_s)
+    return replace(method, far_every=max(1, ceil(steps / method.interval_steps)))
+
+
 def best_interval(method: Method, failures: FailureModel, smallest: int = 1) -> int:
     """The interval in steps with the largest ETTR: a search around Daly's, by the law of the failures."""
     daly = daly_interval_s(method.stall_s, failures.mtbf_s) / method.t_iter_s
@@ -98,39 +122,43 @@ def best_interval(method: Method, failures: FailureModel, smallest: int = 1) -> 
     return best
 
 
-def composite_at(name: str, costs: Costs, factor: float, protocol: Protocol = "own_optimum") -> Point:
+def composite_at(
+    name: str,
+    costs: Costs,
+    factor: float,
+    protocol: Protocol = "own_optimum",
+    tiers: TierSet = STORAGE,
+) -> Point:
     """A composite method with all its intervals stretched by `factor`: the stall falls as less is written."""
-    cost = costs.methods[name]
-    schedule = schedule_of(cost, costs.t_iter_s, factor)
-    assert schedule is not None, f"{name} has no layers"
-    written = sum(weight / period for weight, period in zip(schedule.weights, schedule.periods, strict=True))
-    more = written * cost.mean_interval_steps
-    stall_s = cost.stall_fixed_s + (cost.stall_s - cost.stall_fixed_s) * more
-    if factor == 1.0:
-        stall_s = cost.stall_s
-    method = cost.method(name, costs.t_iter_s).at(1, stall_s)
-    return Point(protocol, method, cost.source, 1 / written, costs.gpus, schedule)
+    method, places = composite(name, costs, factor, tiers)
+    versions = places[0].schedule
+    interval = 1 / sum(
+        weight / period for weight, period in zip(versions.weights, versions.periods, strict=True)
+    )
+    source = costs.methods[name].source if tiers == STORAGE else "derived"
+    return Point(protocol, method, source, interval, costs.gpus, places)
 
 
 def charged_closed_form(point: Point, failures: FailureModel) -> float:
     """ETTR minus the progress that a composite loses; its lost steps by the exponential law."""
     plain = closed_form(point.method, failures)
-    if point.schedule is None:
+    if not point.tiers:
         return plain
     recovery_s, mtbf_s = point.method.recovery_s(failures.mix), failures.mtbf_s
     between_s, spared_s = (mtbf_s, recovery_s) if failures.in_recovery else (mtbf_s + recovery_s, 0.0)
-    lost = expected_lost_steps(point.schedule, point.method.cycle_s, spared_s, mtbf_s)
+    lost = expected_lost_steps(point.tiers, point.method.cycle_s, spared_s, mtbf_s, failures.mix)
     return plain - lost * point.method.t_iter_s / between_s
 
 
-def best_factor(name: str, costs: Costs, failures: FailureModel) -> float:
+def best_factor(name: str, costs: Costs, failures: FailureModel, tiers: TierSet = STORAGE) -> float:
     """The stretch of all persist intervals with the largest charged ETTR."""
     low = max(_SMALLEST_FACTOR, 1 / (MAX_EVENT_SHARE * costs.methods[name].mean_interval_steps))
     high = max(_LARGEST_FACTOR, low)
     best = 1.0
     for _ in range(_ROUNDS):
         tried = np.geomspace(low, high, _COARSE)
-        values = [charged_closed_form(composite_at(name, costs, float(factor)), failures) for factor in tried]
+        points = [composite_at(name, costs, float(factor), tiers=tiers) for factor in tried]
+        values = [charged_closed_form(point, failures) for point in points]
         at = int(np.argmax(values))
         best = float(tried[at])
         low, high = float(tried[max(at - 1, 0)]), float(tried[min(at + 1, len(tried) - 1)])

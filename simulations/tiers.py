@@ -1,0 +1,190 @@
+"""LayerCheck with its tiers: what they keep, what they cost, and which failure each survives.
+
+Where a process dies, the vault of its node has the copies; a node takes its vault, and that of another node
+has them if there are replicas; a cluster takes all memory, and the storage is left
+(`docs/explanation/memory-tier.md`). GEMINI's copies live by the same rule; engines know it as `far_kinds`.
+
+Costs are derived from those of the composite method, by rules that lean against us where they are unsure:
+
+- A full state copied to memory stalls as long as was measured of a full event. Where that is unknown, as long
+  as the versions that make one up, though no byte is written, or as a copy of the method that keeps full
+  states in memory, though that sends it to a peer meanwhile: the shorter, as both are bounds.
+- Residuals stall as the bytes of their point of `simulations.measure residuals` do.
+- Recoveries take as long from memory as from the storage.
+
+A measured ratio of step times takes the place of the first two (`step_ratio`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+
+from layercheck.errors import ConfigError
+from simulations.checks import positive
+from simulations.copies import Tier
+from simulations.costs import Costs
+from simulations.methods import Method
+from simulations.schedules import Schedule, schedule_of
+
+K_RATIO = 0.03
+"""Default of `memory.k_ratio`; a test holds it to the library's. Drift adds up, so the steps between two
+copies of a layer are to those between two versions as their thresholds are."""
+MEMORY_DELAY_STEPS = 1
+"""A copy is sealed beside the step after it: a failure there finds the one before."""
+REPLICA_DELAY_STEPS = 2
+"""The other node has it a step later."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualPoint:
+    """Residuals beside the same run without, measured at real kills.
+
+    Attributes:
+        lost_part: distance in weight space that a failure loses / without residuals. Lost steps shrink more
+            (8.8 % at the usual point), as weights go straight for short ways; the larger figure is charged.
+        bytes_part: bytes written / without residuals.
+        versions_part: steps between two versions / without residuals.
+    """
+
+    lost_part: float
+    bytes_part: float
+    versions_part: float
+
+    def __post_init__(self) -> None:
+        for name in ("lost_part", "bytes_part", "versions_part"):
+            positive(name, getattr(self, name))
+        if self.lost_part > 1:
+            raise ConfigError(f"lost_part={self.lost_part:g} must be at most 1: residuals lose no more")
+
+
+MEASURED_RESIDUALS = ResidualPoint(
+    lost_part=0.14616914349960375,
+    bytes_part=1.0365167118260392,
+    versions_part=699.6897621509825 / 130.80895959344878,
+)
+"""8 bits, V 600, r 9 of `simulations/results/2026-11-30/residuals`; a test holds it to that file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSet:
+    """Which tiers LayerCheck runs with.
+
+    Attributes:
+        suffix: of the method's name.
+        residuals: None: none are written.
+        memory_k_ratio: None: no memory; 0: all layers at every step.
+        replicas: copies go to another node, too.
+        step_ratio: measured seconds of a step with these tiers / without, at the measured interval; None to
+            derive it.
+    """
+
+    suffix: str
+    residuals: ResidualPoint | None = None
+    memory_k_ratio: float | None = None
+    replicas: bool = True
+    step_ratio: float | None = None
+
+    def tiers(self, versions: Schedule) -> tuple[Tier, ...]:
+        """The tiers beside versions that would be written by `versions` if there were no others."""
+        found = [Tier("storage", versions)]
+        if self.residuals is not None:
+            found = [
+                Tier("storage", _stretched(versions, self.residuals.versions_part)),
+                Tier("residuals", _stretched(versions, self.residuals.lost_part), counts_from_storage=True),
+            ]
+        if self.memory_k_ratio is not None:
+            memory = _stretched(versions, self.memory_k_ratio)
+            found.append(Tier("memory", replace(memory, delay_steps=MEMORY_DELAY_STEPS), ("process",)))
+            if self.replicas:
+                peer = replace(memory, delay_steps=REPLICA_DELAY_STEPS)
+                found.append(Tier("replicas", peer, ("process", "node")))
+        return tuple(found)
+
+    def stall_s(self, name: str, costs: Costs, versions: Schedule) -> float:
+        """Visible stall of a step of method `name`, where versions alone would be written by `versions`."""
+        cost, t_iter_s = costs.methods[name], costs.t_iter_s
+        variable_s = cost.stall_s - cost.stall_fixed_s
+        more = _per_step(versions) * cost.mean_interval_steps
+        if self.step_ratio is not None:
+            # All layers at every step are as many bytes at any interval.
+            copied = 1.0 if self.memory_k_ratio == 0 else more
+            added_s = (self.step_ratio - 1) * (t_iter_s + cost.stall_s) * copied
+            return max(0.0, cost.stall_fixed_s + variable_s * more + added_s)
+        bytes_part = 1.0 if self.residuals is None else self.residuals.bytes_part
+        stall_s = cost.stall_fixed_s + variable_s * more * bytes_part
+        if self.memory_k_ratio is not None:
+            stall_s += _copy_s(name, costs) * _per_step(_stretched(versions, self.memory_k_ratio))
+        return stall_s
+
+
+STORAGE = TierSet("")
+TIER_SETS = (
+    STORAGE,
+    TierSet("residuals", residuals=MEASURED_RESIDUALS),
+    TierSet("memory", memory_k_ratio=K_RATIO),
+    TierSet("memory_each_step", memory_k_ratio=0.0),
+    TierSet("residuals_memory", residuals=MEASURED_RESIDUALS, memory_k_ratio=K_RATIO),
+)
+"""What is compared: versions alone, each tier with them, and both."""
+
+
+def name_of(method: str, tiers: TierSet) -> str:
+    """Name of a method with these tiers."""
+    return f"{method}_{tiers.suffix}" if tiers.suffix else method
+
+
+def composite(
+    name: str, costs: Costs, factor: float, tiers: TierSet = STORAGE
+) -> tuple[Method, tuple[Tier, ...]]:
+    """A composite method with all its intervals stretched by `factor`, and where its copies lie."""
+    cost = costs.methods[name]
+    schedule = schedule_of(cost, costs.t_iter_s, factor)
+    assert schedule is not None, f"{name} has no layers"
+    stall_s = tiers.stall_s(name, costs, schedule)
+    if factor == 1.0 and tiers == STORAGE:
+        stall_s = cost.stall_s  # as measured: periods are whole steps, so the computed one is off by a bit
+    method = cost.method(name_of(name, tiers), costs.t_iter_s).at(1, stall_s)
+    return method, tiers.tiers(schedule)
+
+
+def tier_sets(replicas: bool, step_ratios: Mapping[str, float]) -> tuple[TierSet, ...]:
+    """`TIER_SETS` as they are asked for.
+
+    Args:
+        replicas: copies in memory go to another node, too.
+        step_ratios: suffix -> measured seconds of a step with those tiers / without.
+
+    Raises:
+        ConfigError: there are no such tiers, or a ratio is not positive.
+    """
+    known = [tiers.suffix for tiers in TIER_SETS if tiers.suffix]
+    for suffix, ratio in step_ratios.items():
+        if suffix not in known:
+            raise ConfigError(f"step-ratio {suffix!r} is none of {', '.join(known)}")
+        positive(f"step-ratio {suffix}", ratio)
+    return tuple(
+        replace(tiers, replicas=replicas, step_ratio=step_ratios.get(tiers.suffix)) for tiers in TIER_SETS
+    )
+
+
+def _stretched(schedule: Schedule, part: float) -> Schedule:
+    """Copies after `part` of the steps each, at least one; a part of 0 is every step."""
+    return replace(
+        schedule,
+        periods=tuple(max(1, ceil(period * part - 1e-9)) for period in schedule.periods),
+        writes=((0,),) * len(schedule.periods),
+    )
+
+
+def _per_step(schedule: Schedule) -> float:
+    """Part of the full state that is copied at a step."""
+    return sum(weight / period for weight, period in zip(schedule.weights, schedule.periods, strict=True))
+
+
+def _copy_s(name: str, costs: Costs) -> float:
+    """Stall of one copy of the full state to memory, see the head of this file."""
+    cost = costs.methods[name]
+    if cost.full_stall_s is not None:
+        return cost.full_stall_s
+    in_memory = [other.stall_s for other in costs.methods.values() if other.far_every]
+    return min([(cost.stall_s - cost.stall_fixed_s) * cost.mean_interval_steps, *in_memory])

@@ -1,0 +1,256 @@
+"""LayerCheck's tiers in the simulation: what they cost, what they keep, who is ahead and why."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layercheck.config import MemoryConfig
+from layercheck.errors import ConfigError
+from simulations import tier_report
+from simulations.costs import load_costs
+from simulations.failures import KINDS, FailureModel
+from simulations.protocols import best_factor, charged_closed_form, composite_at, operating_point
+from simulations.sweep import Outcome, Plan, sweep
+from simulations.tiers import (
+    K_RATIO,
+    MEASURED_RESIDUALS,
+    STORAGE,
+    TIER_SETS,
+    ResidualPoint,
+    TierSet,
+    composite,
+    tier_sets,
+)
+from simulations.winners import costs_of_time, standing, standings, winners
+
+ROOT = Path(__file__).resolve().parents[2]
+PAPER = load_costs("paper")
+LLAMA3 = (63 / 419, 321 / 419, 35 / 419)
+RESIDUALS, MEMORY, EACH_STEP, BOTH = TIER_SETS[1:]
+PLAN = Plan(PAPER, (600.0, 3600.0), FailureModel(1.0, mix=LLAMA3), 12, horizon_s=4 * 86400.0, tiers=TIER_SETS)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return sweep([PLAN])
+
+
+def free(tiers: TierSet) -> TierSet:
+    """The same tiers, which take no time."""
+    return replace(tiers, step_ratio=1.0)
+
+
+# ---------------------------------------------------------------- what they are
+
+
+def test_defaults_are_those_of_the_library_and_of_the_measurement():
+    assert MemoryConfig().k_ratio == K_RATIO
+    found = json.loads((ROOT / "simulations/results/2026-11-30/residuals/residuals.json").read_text())
+    arm, without = found["arms"]["bits-8-V-600-r-9"], found["predicted"]["without"]
+    assert MEASURED_RESIDUALS.lost_part == arm["distance_ratio"] > arm["lost_steps_ratio"]
+    assert MEASURED_RESIDUALS.bytes_part == arm["bytes_ratio"]
+    intervals = [
+        found["predicted"]["bits-8-V-600-r-9"]["mean_interval_steps"],
+        without["mean_interval_steps"],
+    ]
+    assert MEASURED_RESIDUALS.versions_part == pytest.approx(intervals[0] / intervals[1])
+
+
+def test_each_kind_of_failure_leaves_what_survives_it():
+    _, places = composite("layercheck", PAPER, 1.0, BOTH)
+    left = {kind: [place.name for place in places if kind in place.survives] for kind in KINDS}
+    assert left == {
+        "process": ["storage", "residuals", "memory", "replicas"],
+        "node": ["storage", "residuals", "replicas"],
+        "cluster": ["storage", "residuals"],
+    }
+    _, alone = composite("layercheck", PAPER, 1.0, replace(MEMORY, replicas=False))
+    assert [place.name for place in alone if "node" in place.survives] == ["storage"]
+
+
+def test_intervals_of_the_tiers_follow_that_of_the_versions():
+    """106 steps: memory every 106 x 0.03 = 3.2, up to 4; residuals keep 14.6 %: as if every 16 steps."""
+    for factor, memory, residual, versions in ((1.0, 4, 16, 567), (2.0, 7, 31, 1134)):
+        _, places = composite("layercheck", PAPER, factor, BOTH)
+        periods = {place.name: set(place.schedule.periods) for place in places}
+        assert periods == {
+            "storage": {versions}, "residuals": {residual}, "memory": {memory}, "replicas": {memory}
+        }  # fmt: skip
+    _, places = composite("layercheck", PAPER, 2.0, EACH_STEP)
+    assert set(places[1].schedule.periods) == {1}
+
+
+def test_a_copy_to_memory_stalls_as_long_as_a_full_copy_is_known_to():
+    cost = PAPER.methods["layercheck"]
+    stall_s = {tiers.suffix: composite("layercheck", PAPER, 1.0, tiers)[0].stall_s for tiers in TIER_SETS}
+    assert stall_s[""] == cost.stall_s
+    assert stall_s["residuals"] == pytest.approx(cost.stall_s * MEASURED_RESIDUALS.bytes_part)
+    # 106 steps of versions make one full state (34 s); GEMINI's whole copy takes 14.07 s: the smaller bound.
+    assert stall_s["memory_each_step"] - cost.stall_s == pytest.approx(14.07)
+    assert stall_s["memory"] - cost.stall_s == pytest.approx(14.07 / 4)
+    known = cost.model_copy(update={"full_stall_s": 2.0})
+    costs = PAPER.model_copy(update={"methods": PAPER.methods | {"layercheck": known}})
+    assert composite("layercheck", costs, 1.0, EACH_STEP)[0].stall_s - cost.stall_s == pytest.approx(2.0)
+    alone = PAPER.model_copy(update={"methods": {"layercheck": cost}})
+    assert composite("layercheck", alone, 1.0, EACH_STEP)[0].stall_s == pytest.approx(cost.stall_s * 107)
+
+
+def test_a_measured_ratio_takes_the_place_of_the_rules():
+    measured = tier_sets(True, {"memory": 1.02, "memory_each_step": 1.1})
+    step_s = PAPER.t_iter_s + PAPER.methods["layercheck"].stall_s
+    for tiers, ratio in ((measured[2], 1.02), (measured[3], 1.1)):
+        method, _ = composite("layercheck", PAPER, 1.0, tiers)
+        assert method.cycle_s == pytest.approx(step_s * ratio)
+    far, _ = composite("layercheck", PAPER, 2.0, measured[3])
+    assert far.stall_s == pytest.approx(0.325 / 2 + 0.1 * step_s), "every step copies as much at any interval"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "named"), [({"memroy": 1.1}, "step-ratio 'memroy'"), ({"memory": 0.0}, "step-ratio memory=0")]
+)
+def test_wrong_ratios_are_named(ratios, named):
+    with pytest.raises(ConfigError, match=named):
+        tier_sets(True, ratios)
+
+
+@pytest.mark.parametrize("changes", [{"lost_part": 1.5}, {"bytes_part": 0.0}, {"versions_part": -1.0}])
+def test_a_residual_point_that_cannot_be_is_refused(changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        ResidualPoint(**({"lost_part": 0.1, "bytes_part": 1.0, "versions_part": 5.0} | changes))
+
+
+# ---------------------------------------------------------------- what they bring
+
+
+parts = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 1)).map(
+    lambda three: tuple(one / sum(three) for one in three)
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(mix=parts, mtbf_s=st.floats(60, 10_000), seed=st.integers(0, 1000))
+def test_a_tier_that_survives_more_never_gives_a_lower_ettr_at_the_same_costs(mix, mtbf_s, seed):
+    tiers = (STORAGE, replace(free(MEMORY), replicas=False), free(MEMORY))
+    plan = Plan(PAPER, (mtbf_s,), FailureModel(1.0, mix=mix), 2, seed, 50 * mtbf_s, ("matched",), tiers)
+    found = [one for one in sweep([plan]) if one.point.tiers]
+    assert len({round(one.ettr, 9) for one in found}) == 1, "equal costs"
+    charged = [one.charged for one in found]
+    assert all(later >= earlier - 1e-9 for earlier, later in zip(charged, charged[1:], strict=False))
+
+
+def test_where_only_clusters_fail_memory_brings_what_the_storage_alone_does():
+    plan = replace(
+        PLAN,
+        failures=FailureModel(1.0, mix=(0.0, 0.0, 1.0)),
+        tiers=(STORAGE, free(MEMORY), free(EACH_STEP)),
+        protocols=("matched",),
+    )
+    for mtbf_s in plan.mtbf_s:
+        found = [one for one in sweep([plan]) if one.mtbf_s == mtbf_s and one.point.tiers]
+        assert len({one.charged for one in found}) == 1
+        assert len({one.lost_steps for one in found}) == 1
+
+
+def test_with_processes_alone_a_copy_of_each_step_loses_one_step_a_failure():
+    plan = replace(PLAN, failures=FailureModel(1.0), tiers=(free(EACH_STEP),), protocols=("matched",))
+    found = next(one for one in sweep([plan]) if one.point.tiers and one.mtbf_s == 3600.0)
+    assert found.lost_steps <= 1
+    expected = found.ettr - found.lost_steps * PAPER.t_iter_s / 3600.0
+    assert found.charged == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_optimum_of_each_set_of_tiers_is_no_worse_than_other_stretches():
+    failures = FailureModel(1800.0, mix=LLAMA3)
+    for tiers in TIER_SETS:
+        best = best_factor("layercheck", PAPER, failures, tiers)
+        value = charged_closed_form(composite_at("layercheck", PAPER, best, tiers=tiers), failures)
+        for factor in (0.3, 1.0, 3.0):
+            point = composite_at("layercheck", PAPER, factor, tiers=tiers)
+            assert charged_closed_form(point, failures) <= value + 1e-6, tiers
+
+
+def test_a_method_with_copies_in_memory_stores_as_often_as_it_can_at_its_own_optimum():
+    gemini = PAPER.methods["gemini"]
+    failures = FailureModel(1800.0, mix=LLAMA3)
+    as_measured = operating_point("gemini", PAPER, "own_optimum", failures).method
+    assert as_measured.far_every * as_measured.interval_steps == pytest.approx(24 * 106, rel=0.05)
+    written = gemini.model_copy(update={"far_every": 0, "far_kinds": (), "commit_delay_s": 420.0})
+    costs = PAPER.model_copy(update={"methods": PAPER.methods | {"dcp_async": written}})
+    often = operating_point("gemini", costs, "own_optimum", failures).method
+    assert often.far_every * often.interval_steps == pytest.approx(106, abs=often.interval_steps)
+
+
+# ---------------------------------------------------------------- who is ahead
+
+
+def outcome(name: str, charged: float, mtbf_s: float = 3600.0, **shares: float) -> Outcome:
+    every = dict.fromkeys(
+        (
+            "stall_s",
+            "rework_s",
+            "detect_s",
+            "restart_s",
+            "load_s",
+            "reconstruct_s",
+            "repair_s",
+            "lost_progress",
+        ),
+        0.0,
+    )
+    point = operating_point("lowdiff", PAPER, "matched", FailureModel(mtbf_s))
+    point = replace(point, method=replace(point.method, name=name))
+    return Outcome(point, mtbf_s, charged, charged, 0.01, charged, 0.01, every | shares)
+
+
+def test_the_cost_that_decides_is_the_one_by_which_the_better_is_ahead_most():
+    ours = outcome("ours", 0.80, stall_s=0.02, lost_progress=0.08, load_s=0.1)
+    theirs = outcome("theirs", 0.70, stall_s=0.10, rework_s=0.1, load_s=0.1)
+    worse = outcome("worse", 0.10, rework_s=0.9)
+    found = standing(ours, [worse, theirs])
+    assert (found.rival, found.decides, found.mtbf_h) == ("theirs", "work done again", 1.0)
+    assert found.by == pytest.approx(
+        {"stalls": 0.08, "work done again": 0.1, "recoveries": 0.0, "lost progress": -0.08}
+    )
+    assert (found.ahead, found.times) == pytest.approx((0.1, 0.8 / 0.7))
+    assert standing(theirs, [ours]).decides == "work done again"
+    behind = standing(outcome("ours", 0.6, lost_progress=0.3, stall_s=0.1), [theirs])
+    assert (behind.ahead, behind.decides) == (pytest.approx(-0.1), "lost progress")
+    assert standing(ours, [outcome("none", 0.0)]).times is None
+
+
+def test_each_mtbf_has_one_winner_and_each_of_ours_a_place():
+    rows = [
+        outcome("a", 0.9, 60.0), outcome("b", 0.8, 60.0), outcome("c", 0.7, 60.0),
+        outcome("a", 0.5, 600.0), outcome("b", 0.8, 600.0), outcome("c", 0.7, 600.0),
+    ]  # fmt: skip
+    assert [(one.method, one.rival) for one in winners(rows)] == [("a", "b"), ("b", "c")]
+    found = standings(rows, ["a", "b"], ["c"])
+    assert [(one.method, one.rival) for one in found] == [("a", "c"), ("b", "c")] * 2
+    assert [round(one.ahead, 6) for one in found] == [0.2, 0.1, -0.2, 0.1]
+    assert standings(rows, ["a"], []) == []
+
+
+def test_the_time_of_a_method_is_all_there(outcomes):
+    for one in outcomes:
+        assert sum(costs_of_time(one).values()) + one.charged == pytest.approx(1, abs=2e-3)
+
+
+def test_the_report_has_all_points_and_says_where_somebody_else_is_ahead(outcomes):
+    found = tier_report.content(PAPER, TIER_SETS, outcomes)
+    assert len(found["points"]) == 2 * 2 * 7
+    assert found["interval_methods"] == ["gemini"]
+    assert [row["mtbf_h"] for row in found["winners"]] == pytest.approx([1 / 6, 1.0])
+    rows = found["against_interval_methods"]
+    assert {row["method"] for row in rows} == set(tier_report.our_names(PAPER, TIER_SETS))
+    text = tier_report.markdown(found, "about")
+    for row in rows:
+        where = f"{row['mtbf_h']:.3g} h ({100 * row['ahead']:+.2f} points, gemini: {row['decides']})"
+        assert (where in text) == (row["ahead"] <= 0), row
+    steps = next(
+        row for row in found["as_measured_against_interval_methods"] if row["method"] == "layercheck"
+    )
+    assert steps["interval_steps"] == pytest.approx(106)
