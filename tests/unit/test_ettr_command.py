@@ -85,6 +85,35 @@ def test_a_cluster_is_swept_from_eight_to_131072_devices(tmp_path):
     )
 
 
+def test_tiers_leave_who_is_ahead_where_and_why(tmp_path, capsys):
+    assert ettr.main([*SMALL, "--points", "2", "--tiers", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "layercheck_memory_each_step: " in said
+    found = json.loads((tmp_path / "ettr-tiers.json").read_text())
+    assert len(found["winners"]) == 2
+    assert len(found["against_interval_methods"]) == 2 * 5
+    assert json.loads((tmp_path / "ettr.json").read_text())["mix"] == pytest.approx(
+        [63 / 419, 321 / 419, 35 / 419]
+    )
+    text = (tmp_path / "ettr-tiers.md").read_text()
+    assert "Failures: process 15.0 %, node 76.6 %, cluster 8.4 %." in text
+    assert (tmp_path / "ettr-tiers.png").stat().st_size > 1000
+    names = {row["method"] for row in pq.read_table(tmp_path / "ettr.parquet").to_pylist()}
+    assert names == {row["method"] for row in found["points"]}
+
+
+def test_of_tiers_the_mix_the_replicas_and_the_measured_ratios_are_the_users(tmp_path):
+    options = ["--mix", "0.2,0.5,0.3", "--no-replicas", "--step-ratio", "memory=1.02", "residuals=1.01"]
+    assert ettr.main([*SMALL, "--tiers", *options, "--no-pictures", "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "ettr.json").read_text())["mix"] == [0.2, 0.5, 0.3]
+    tiers = json.loads((tmp_path / "ettr-tiers.json").read_text())["tiers"]
+    assert [(one["suffix"], one["step_ratio"]) for one in tiers if one["step_ratio"]] == [
+        ("residuals", 1.01), ("memory", 1.02)
+    ]  # fmt: skip
+    assert not any(one["replicas"] for one in tiers)
+    assert not (tmp_path / "ettr-tiers.png").exists()
+
+
 def test_a_recommendation_is_printed_and_written(tmp_path, capsys):
     options = ["--costs", "paper", "--nodes", "1024", "--rate", "llama3", "--out", str(tmp_path)]
     assert recommend.main(options) == 0
@@ -104,6 +133,10 @@ def test_a_recommendation_is_printed_and_written(tmp_path, capsys):
         (ettr.main, ["--costs", "paper", "--seeds", "0"], "seeds=0"),
         (ettr.main, ["--costs", "paper", "--mix", "0.5,0.2,0.2"], "mix="),
         (ettr.main, ["--costs", "paper", "--repair", "0", "1"], "repair mean_s=0"),
+        (ettr.main, ["--costs", "paper", "--no-replicas"], "--no-replicas means nothing without --tiers"),
+        (ettr.main, ["--costs", "paper", "--step-ratio", "memory=2"], "--step-ratio means nothing"),
+        (ettr.main, ["--costs", "paper", "--tiers", "--step-ratio", "memory"], "step-ratio 'memory'"),
+        (ettr.main, ["--costs", "paper", "--tiers", "--step-ratio", "x=2"], "step-ratio 'x' is none of"),
         (recommend.main, ["--costs", "paper", "--mtbf-h", "0"], "mtbf_h=0"),
         (recommend.main, ["--costs", "paper"], "--mtbf-h, or --nodes"),
         (recommend.main, ["--costs", "paper", "--mtbf-h", "1", "--trace", "absent"], "holds no run"),

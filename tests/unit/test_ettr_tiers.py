@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from simulations.costs import load_costs
 from simulations.failures import KINDS, FailureModel
 from simulations.protocols import best_factor, charged_closed_form, composite_at, operating_point
 from simulations.sweep import Outcome, Plan, sweep
+from simulations.tables import CAUSES
 from simulations.tiers import (
     K_RATIO,
     MEASURED_RESIDUALS,
@@ -139,7 +141,7 @@ def test_a_tier_that_survives_more_never_gives_a_lower_ettr_at_the_same_costs(mi
     found = [one for one in sweep([plan]) if one.point.tiers]
     assert len({round(one.ettr, 9) for one in found}) == 1, "equal costs"
     charged = [one.charged for one in found]
-    assert all(later >= earlier - 1e-9 for earlier, later in zip(charged, charged[1:], strict=False))
+    assert all(later >= earlier - 1e-9 for earlier, later in pairwise(charged))
 
 
 def test_where_only_clusters_fail_memory_brings_what_the_storage_alone_does():
@@ -188,19 +190,7 @@ def test_a_method_with_copies_in_memory_stores_as_often_as_it_can_at_its_own_opt
 
 
 def outcome(name: str, charged: float, mtbf_s: float = 3600.0, **shares: float) -> Outcome:
-    every = dict.fromkeys(
-        (
-            "stall_s",
-            "rework_s",
-            "detect_s",
-            "restart_s",
-            "load_s",
-            "reconstruct_s",
-            "repair_s",
-            "lost_progress",
-        ),
-        0.0,
-    )
+    every = dict.fromkeys(CAUSES, 0.0)
     point = operating_point("lowdiff", PAPER, "matched", FailureModel(mtbf_s))
     point = replace(point, method=replace(point.method, name=name))
     return Outcome(point, mtbf_s, charged, charged, 0.01, charged, 0.01, every | shares)
