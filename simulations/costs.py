@@ -7,6 +7,7 @@ bytes. A method without `source` is refused: a figure that nobody vouches for is
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -146,6 +147,22 @@ class Costs(_Record):
         composite = [cost.mean_interval_steps for cost in self.methods.values() if cost.layers]
         others = [float(cost.interval_steps) for cost in self.methods.values()]
         return max(1, round(composite[0] if composite else max(others)))
+
+
+def with_same_restart(costs: Costs) -> Costs:
+    """All methods with the mean detection and restart of all, after the death of a process.
+
+    Both are the work of the cluster, not of the method, and they scatter by more than methods differ.
+    """
+    mean = {
+        key: fmean(getattr(cost.recovery, key) for cost in costs.methods.values())
+        for key in ("detect_s", "restart_s")
+    }
+    methods = {
+        name: cost.model_copy(update={"recovery": cost.recovery.model_copy(update=mean)})
+        for name, cost in costs.methods.items()
+    }
+    return costs.model_copy(update={"methods": methods})
 
 
 def parse_costs(content: object, what: str) -> Costs:

@@ -30,7 +30,7 @@ from simulations.cluster_view import (
     parse_rate,
     scaling,
 )
-from simulations.costs import Costs, load_costs
+from simulations.costs import Costs, load_costs, with_same_restart
 from simulations.failures import KINDS
 from simulations.options import USUAL_MIX, add_failure_options, failure_model
 from simulations.pictures import draw_breakdown, draw_curves
@@ -66,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--costs", required=True, help="a costs.json, the folder of a run, or `paper`")
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
+    parser.add_argument(
+        "--same-restart", action="store_true", help="detection and restart of all methods are their mean"
+    )
     add_failure_options(parser, f"{USUAL_MIX}, with --tiers {_TIERS_MIX}")
     _add_tier_options(parser)
     parser.add_argument(
@@ -122,6 +125,8 @@ def _tiers(options: argparse.Namespace, costs: Costs) -> tuple[TierSet, ...]:
 def _plans(options: argparse.Namespace) -> list[Plan]:
     """One plan for a range of MTBFs; with `--cluster` one for each size, each with costs of its own."""
     costs = load_costs(options.costs)
+    if options.same_restart:
+        costs = with_same_restart(costs)
     tiers = _tiers(options, costs)
     failures = failure_model(options, usual_mix=_TIERS_MIX if options.tiers else USUAL_MIX)
     seeds, horizon_s = int(positive("seeds", options.seeds)), positive("days", options.days) * 86400
@@ -171,7 +176,11 @@ def _report_tiers(plan: Plan, outcomes: list[Outcome], options: argparse.Namespa
     parts = ", ".join(
         f"{kind} {100 * part:.1f} %" for kind, part in zip(KINDS, plan.failures.mix, strict=True)
     )
-    about = f"Costs: {plan.costs.title}. Failures: {parts}. {options.seeds} seeds of {options.days:g} days."
+    about = (
+        f"Costs: {plan.costs.title} ({plan.costs.machine}; {plan.costs.model})"
+        + (", detection and restart of all their mean" if options.same_restart else "")
+        + f". Failures: {parts}, {options.law}. {options.seeds} seeds of {options.days:g} days."
+    )
     tier_report.write(options.out, found, about)
     if not options.no_pictures:
         tier_report.draw(outcomes, options.out / "ettr-tiers")
@@ -182,6 +191,7 @@ def _settings(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
     content = {
         "costs": options.costs,
         "title": plan.costs.title,
+        "same_restart": options.same_restart,
         "law": options.law,
         "mix": list(plan.failures.mix),
         "failures_in_recovery": plan.failures.in_recovery,

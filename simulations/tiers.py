@@ -9,7 +9,8 @@ Costs are derived from those of the composite method, by rules that lean against
 - A full state copied to memory stalls as long as was measured of a full event. Where that is unknown, as long
   as the versions that make one up, though no byte is written, or as a copy of the method that keeps full
   states in memory, though that sends it to a peer meanwhile: the shorter, as both are bounds.
-- Residuals stall as the bytes of their point of `simulations.measure residuals` do.
+- Residuals stall per byte as versions do, by the bytes that are staged: 4 of a version's 12, coded only when
+  they are written.
 - Recoveries take as long from memory as from the storage.
 
 A measured ratio of step times takes the place of the first two (`step_ratio`).
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
+from layercheck.config import MemoryConfig, ResidualConfig
 from layercheck.errors import ConfigError
 from simulations.checks import positive
 from simulations.copies import Tier
@@ -26,9 +28,9 @@ from simulations.costs import Costs
 from simulations.methods import Method
 from simulations.schedules import Schedule, schedule_of
 
-K_RATIO = 0.03
-"""Default of `memory.k_ratio`; a test holds it to the library's. Drift adds up, so the steps between two
-copies of a layer are to those between two versions as their thresholds are."""
+K_RATIO = MemoryConfig().k_ratio
+"""Drift adds up, so the steps between two copies of a layer are to those between two versions as their
+thresholds are."""
 MEMORY_DELAY_STEPS = 1
 """A copy is sealed beside the step after it: a failure there finds the one before."""
 REPLICA_DELAY_STEPS = 2
@@ -37,32 +39,40 @@ REPLICA_DELAY_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class ResidualPoint:
-    """Residuals beside the same run without, measured at real kills.
+    """Residuals beside the same run without, measured by `python -m simulations.measure residuals`.
 
     Attributes:
-        lost_part: distance in weight space that a failure loses / without residuals. Lost steps shrink more
-            (8.8 % at the usual point), as weights go straight for short ways; the larger figure is charged.
-        bytes_part: bytes written / without residuals.
-        versions_part: steps between two versions / without residuals.
+        lost_part: distance in weight space that a failure loses / without residuals, at real kills. Lost
+            steps shrink more (8.8 % at the usual point), as weights go straight for short ways; the larger
+            of both is charged.
+        versions_part: steps between two versions / those without residuals.
+        residuals_part: steps between two residuals / those between two versions without residuals.
     """
 
     lost_part: float
-    bytes_part: float
     versions_part: float
+    residuals_part: float
 
     def __post_init__(self) -> None:
-        for name in ("lost_part", "bytes_part", "versions_part"):
+        for name in ("lost_part", "versions_part", "residuals_part"):
             positive(name, getattr(self, name))
         if self.lost_part > 1:
             raise ConfigError(f"lost_part={self.lost_part:g} must be at most 1: residuals lose no more")
 
+    @property
+    def staged_part(self) -> float:
+        """Bytes that steps copy / without residuals."""
+        return 1 / self.versions_part + _STAGED / self.residuals_part
 
+
+_STAGED = ResidualConfig().staged_share
 MEASURED_RESIDUALS = ResidualPoint(
     lost_part=0.14616914349960375,
-    bytes_part=1.0365167118260392,
     versions_part=699.6897621509825 / 130.80895959344878,
+    residuals_part=12.689320362337673 / 130.80895959344878,
 )
-"""8 bits, V 600, r 9 of `simulations/results/2026-11-30/residuals`; a test holds it to that file."""
+"""8 bits, V 600, r 9 of `simulations/results/2026-11-30/residuals`, 1.04 x the bytes; a test holds it to that
+file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +120,8 @@ class TierSet:
             copied = 1.0 if self.memory_k_ratio == 0 else more
             added_s = (self.step_ratio - 1) * (t_iter_s + cost.stall_s) * copied
             return max(0.0, cost.stall_fixed_s + variable_s * more + added_s)
-        bytes_part = 1.0 if self.residuals is None else self.residuals.bytes_part
-        stall_s = cost.stall_fixed_s + variable_s * more * bytes_part
+        staged = 1.0 if self.residuals is None else self.residuals.staged_part
+        stall_s = cost.stall_fixed_s + variable_s * more * staged
         if self.memory_k_ratio is not None:
             stall_s += _copy_s(name, costs) * _per_step(_stretched(versions, self.memory_k_ratio))
         return stall_s

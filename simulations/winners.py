@@ -1,4 +1,4 @@
-"""[pure] Which method is ahead at each MTBF, by how much, and which cost decides it.
+"""Which method is ahead at each MTBF, by how much, and which cost decides it.
 
 Compared is the ETTR with lost progress charged; the plain one stands beside it. A method's time is: useful
 and kept, stalls, work done again, recoveries, and progress that a composite lost. The cost that decides

@@ -96,14 +96,22 @@ def test_tiers_leave_who_is_ahead_where_and_why(tmp_path, capsys):
         [63 / 419, 321 / 419, 35 / 419]
     )
     text = (tmp_path / "ettr-tiers.md").read_text()
-    assert "Failures: process 15.0 %, node 76.6 %, cluster 8.4 %." in text
+    assert "Failures: process 15.0 %, node 76.6 %, cluster 8.4 %, exponential." in text
     assert (tmp_path / "ettr-tiers.png").stat().st_size > 1000
     names = {row["method"] for row in pq.read_table(tmp_path / "ettr.parquet").to_pylist()}
     assert names == {row["method"] for row in found["points"]}
 
 
 def test_of_tiers_the_mix_the_replicas_and_the_measured_ratios_are_the_users(tmp_path):
-    options = ["--mix", "0.2,0.5,0.3", "--no-replicas", "--step-ratio", "memory=1.02", "residuals=1.01"]
+    options = [
+        "--same-restart",
+        "--mix",
+        "0.2,0.5,0.3",
+        "--no-replicas",
+        "--step-ratio",
+        "memory=1.02",
+        "residuals=1.01",
+    ]
     assert ettr.main([*SMALL, "--tiers", *options, "--no-pictures", "--out", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "ettr.json").read_text())["mix"] == [0.2, 0.5, 0.3]
     tiers = json.loads((tmp_path / "ettr-tiers.json").read_text())["tiers"]

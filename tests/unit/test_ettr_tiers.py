@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layercheck.config import MemoryConfig
 from layercheck.errors import ConfigError
 from simulations import tier_report
 from simulations.costs import load_costs
@@ -18,7 +17,6 @@ from simulations.protocols import best_factor, charged_closed_form, composite_at
 from simulations.sweep import Outcome, Plan, sweep
 from simulations.tables import CAUSES
 from simulations.tiers import (
-    K_RATIO,
     MEASURED_RESIDUALS,
     STORAGE,
     TIER_SETS,
@@ -49,17 +47,16 @@ def free(tiers: TierSet) -> TierSet:
 # ---------------------------------------------------------------- what they are
 
 
-def test_defaults_are_those_of_the_library_and_of_the_measurement():
-    assert MemoryConfig().k_ratio == K_RATIO
+def test_residuals_are_those_of_the_measurement():
     found = json.loads((ROOT / "simulations/results/2026-11-30/residuals/residuals.json").read_text())
     arm, without = found["arms"]["bits-8-V-600-r-9"], found["predicted"]["without"]
     assert MEASURED_RESIDUALS.lost_part == arm["distance_ratio"] > arm["lost_steps_ratio"]
-    assert MEASURED_RESIDUALS.bytes_part == arm["bytes_ratio"]
-    intervals = [
-        found["predicted"]["bits-8-V-600-r-9"]["mean_interval_steps"],
-        without["mean_interval_steps"],
-    ]
-    assert MEASURED_RESIDUALS.versions_part == pytest.approx(intervals[0] / intervals[1])
+    by_replay, usual = found["predicted"]["bits-8-V-600-r-9"], without["mean_interval_steps"]
+    versions, residuals = by_replay["mean_interval_steps"], by_replay["residual_interval_steps"]
+    assert MEASURED_RESIDUALS.versions_part == pytest.approx(versions / usual)
+    assert MEASURED_RESIDUALS.residuals_part == pytest.approx(residuals / usual)
+    # 12 bytes a parameter every 700 steps and 4 every 12.7, against 12 every 131.
+    assert MEASURED_RESIDUALS.staged_part == pytest.approx((12 / versions + 4 / residuals) / (12 / usual))
 
 
 def test_each_kind_of_failure_leaves_what_survives_it():
@@ -90,7 +87,7 @@ def test_a_copy_to_memory_stalls_as_long_as_a_full_copy_is_known_to():
     cost = PAPER.methods["layercheck"]
     stall_s = {tiers.suffix: composite("layercheck", PAPER, 1.0, tiers)[0].stall_s for tiers in TIER_SETS}
     assert stall_s[""] == cost.stall_s
-    assert stall_s["residuals"] == pytest.approx(cost.stall_s * MEASURED_RESIDUALS.bytes_part)
+    assert stall_s["residuals"] == pytest.approx(cost.stall_s * MEASURED_RESIDUALS.staged_part)
     # 106 steps of versions make one full state (34 s); GEMINI's whole copy takes 14.07 s: the smaller bound.
     assert stall_s["memory_each_step"] - cost.stall_s == pytest.approx(14.07)
     assert stall_s["memory"] - cost.stall_s == pytest.approx(14.07 / 4)
@@ -119,10 +116,10 @@ def test_wrong_ratios_are_named(ratios, named):
         tier_sets(True, ratios)
 
 
-@pytest.mark.parametrize("changes", [{"lost_part": 1.5}, {"bytes_part": 0.0}, {"versions_part": -1.0}])
+@pytest.mark.parametrize("changes", [{"lost_part": 1.5}, {"residuals_part": 0.0}, {"versions_part": -1.0}])
 def test_a_residual_point_that_cannot_be_is_refused(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):
-        ResidualPoint(**({"lost_part": 0.1, "bytes_part": 1.0, "versions_part": 5.0} | changes))
+        ResidualPoint(**({"lost_part": 0.1, "residuals_part": 0.1, "versions_part": 5.0} | changes))
 
 
 # ---------------------------------------------------------------- what they bring
