@@ -2,7 +2,8 @@
 
 `matched` gives every interval method the mean persist interval of the composite one (paper 4.4).
 `own_optimum` gives each method the interval that maximises its ETTR at this MTBF; for a composite, whose
-stall falls with the interval for ever, the ETTR with its lost progress charged. Methods that commit at
+stall falls with the interval for ever, the ETTR with its lost progress charged, and with memory also its
+`memory.k_ratio`. Methods that commit at
 every step stay as they are. LayerCheck's K is held fixed (`failure_aware: false`): the optimum stands for
 what it adapts.
 """
@@ -24,6 +25,8 @@ from simulations.tiers import STORAGE, TierSet, composite
 Protocol = Literal["matched", "own_optimum"]
 PROTOCOLS: tuple[Protocol, ...] = ("matched", "own_optimum")
 _COARSE, _ROUNDS = 24, 4
+_K_RATIOS = np.geomspace(0.01, 0.95, 16)
+"""Thresholds of memory that are tried, as parts of K."""
 _SMALLEST_FACTOR, _LARGEST_FACTOR = 0.05, 20.0
 MAX_EVENT_SHARE = 0.15
 """Largest part of the state that LayerCheck writes at one step: no mean interval is below its inverse."""
@@ -54,8 +57,9 @@ def operating_point(
     cost = costs.methods[name]
     method = cost.method(name, costs.t_iter_s)
     if cost.layers:
-        factor = best_factor(name, costs, failures, tiers) if protocol == "own_optimum" else 1.0
-        return composite_at(name, costs, factor, protocol, tiers)
+        if protocol == "own_optimum":
+            return best_composite(name, costs, failures, tiers)
+        return composite_at(name, costs, 1.0, protocol, tiers)
     if cost.commits == "interval":
         steps = costs.matched_interval_steps
         if protocol == "own_optimum":
@@ -131,12 +135,8 @@ def composite_at(
 ) -> Point:
     """A composite method with all its intervals stretched by `factor`: the stall falls as less is written."""
     method, places = composite(name, costs, factor, tiers)
-    versions = places[0].schedule
-    interval = 1 / sum(
-        weight / period for weight, period in zip(versions.weights, versions.periods, strict=True)
-    )
     source = costs.methods[name].source if tiers == STORAGE else "derived"
-    return Point(protocol, method, source, interval, costs.gpus, places)
+    return Point(protocol, method, source, 1 / places[0].schedule.per_step, costs.gpus, places)
 
 
 def charged_closed_form(point: Point, failures: FailureModel) -> float:
@@ -148,6 +148,23 @@ def charged_closed_form(point: Point, failures: FailureModel) -> float:
     between_s, spared_s = (mtbf_s, recovery_s) if failures.in_recovery else (mtbf_s + recovery_s, 0.0)
     lost = expected_lost_steps(point.tiers, point.method.cycle_s, spared_s, mtbf_s, failures.mix)
     return plain - lost * point.method.t_iter_s / between_s
+
+
+def best_composite(name: str, costs: Costs, failures: FailureModel, tiers: TierSet) -> Point:
+    """The stretch and, where there is one, the threshold of memory with the largest charged ETTR."""
+    factor = best_factor(name, costs, failures, tiers)
+    if not tiers.memory_k_ratio:
+        return composite_at(name, costs, factor, tiers=tiers)
+    for _ in range(_ROUNDS // 2):
+        choices = [
+            replace(tiers, memory_k_ratio=float(ratio)) for ratio in {*_K_RATIOS, tiers.memory_k_ratio}
+        ]
+        tiers = max(
+            choices,
+            key=lambda one: charged_closed_form(composite_at(name, costs, factor, tiers=one), failures),
+        )
+        factor = best_factor(name, costs, failures, tiers)
+    return composite_at(name, costs, factor, tiers=tiers)
 
 
 def best_factor(name: str, costs: Costs, failures: FailureModel, tiers: TierSet = STORAGE) -> float:

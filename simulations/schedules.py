@@ -33,6 +33,12 @@ class Schedule:
     delay_steps: int = 0
     together: bool = False
 
+    @property
+    def per_step(self) -> float:
+        """Part of the full state that is written at a step."""
+        rows = zip(self.weights, self.periods, self.writes, strict=True)
+        return sum(weight * len(writes) / period for weight, period, writes in rows)
+
     def ages(self, steps: Floats, shifts: Floats) -> Floats:
         """Steps since the newest version.
 

@@ -55,6 +55,8 @@ def _point(outcome: Outcome) -> dict[str, Any]:
         "mtbf_h": outcome.mtbf_s / 3600,
         "interval_steps": outcome.point.interval_steps,
         "stall_per_commit_s": outcome.point.method.stall_s,
+        "steps_between_copies": {tier.name: 1 / tier.schedule.per_step for tier in outcome.point.tiers},
+        "steps_between_stored_copies": outcome.point.method.far_every * outcome.point.method.interval_steps,
         "ettr": outcome.ettr,
         "charged": outcome.charged,
         "charged_ci": outcome.charged_ci,

@@ -114,7 +114,7 @@ class TierSet:
         """Visible stall of a step of method `name`, where versions alone would be written by `versions`."""
         cost, t_iter_s = costs.methods[name], costs.t_iter_s
         variable_s = cost.stall_s - cost.stall_fixed_s
-        more = _per_step(versions) * cost.mean_interval_steps
+        more = versions.per_step * cost.mean_interval_steps
         if self.step_ratio is not None:
             # All layers at every step are as many bytes at any interval.
             copied = 1.0 if self.memory_k_ratio == 0 else more
@@ -123,7 +123,7 @@ class TierSet:
         staged = 1.0 if self.residuals is None else self.residuals.staged_part
         stall_s = cost.stall_fixed_s + variable_s * more * staged
         if self.memory_k_ratio is not None:
-            stall_s += _copy_s(name, costs) * _per_step(_stretched(versions, self.memory_k_ratio))
+            stall_s += _copy_s(name, costs) * _stretched(versions, self.memory_k_ratio).per_step
         return stall_s
 
 
@@ -184,11 +184,6 @@ def _stretched(schedule: Schedule, part: float) -> Schedule:
         periods=tuple(max(1, ceil(period * part - 1e-9)) for period in schedule.periods),
         writes=((0,),) * len(schedule.periods),
     )
-
-
-def _per_step(schedule: Schedule) -> float:
-    """Part of the full state that is copied at a step."""
-    return sum(weight / period for weight, period in zip(schedule.weights, schedule.periods, strict=True))
 
 
 def _copy_s(name: str, costs: Costs) -> float:

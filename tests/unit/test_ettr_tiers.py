@@ -13,10 +13,11 @@ from layercheck.errors import ConfigError
 from simulations import tier_report
 from simulations.costs import load_costs
 from simulations.failures import KINDS, FailureModel
-from simulations.protocols import best_factor, charged_closed_form, composite_at, operating_point
+from simulations.protocols import charged_closed_form, composite_at, operating_point
 from simulations.sweep import Outcome, Plan, sweep
 from simulations.tables import CAUSES
 from simulations.tiers import (
+    K_RATIO,
     MEASURED_RESIDUALS,
     STORAGE,
     TIER_SETS,
@@ -165,11 +166,13 @@ def test_with_processes_alone_a_copy_of_each_step_loses_one_step_a_failure():
 def test_the_optimum_of_each_set_of_tiers_is_no_worse_than_other_stretches():
     failures = FailureModel(1800.0, mix=LLAMA3)
     for tiers in TIER_SETS:
-        best = best_factor("layercheck", PAPER, failures, tiers)
-        value = charged_closed_form(composite_at("layercheck", PAPER, best, tiers=tiers), failures)
+        best = operating_point("layercheck", PAPER, "own_optimum", failures, tiers)
         for factor in (0.3, 1.0, 3.0):
-            point = composite_at("layercheck", PAPER, factor, tiers=tiers)
-            assert charged_closed_form(point, failures) <= value + 1e-6, tiers
+            ratios = (K_RATIO, 0.3) if tiers.memory_k_ratio else (tiers.memory_k_ratio,)
+            for ratio in ratios:
+                other = composite_at("layercheck", PAPER, factor, tiers=replace(tiers, memory_k_ratio=ratio))
+                value = charged_closed_form(other, failures)
+                assert value <= charged_closed_form(best, failures) + 1e-6, (tiers, factor, ratio)
 
 
 def test_a_method_with_copies_in_memory_stores_as_often_as_it_can_at_its_own_optimum():
