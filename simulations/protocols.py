@@ -156,13 +156,10 @@ def best_composite(name: str, costs: Costs, failures: FailureModel, tiers: TierS
     if not tiers.memory_k_ratio:
         return composite_at(name, costs, factor, tiers=tiers)
     for _ in range(_ROUNDS // 2):
-        choices = [
-            replace(tiers, memory_k_ratio=float(ratio)) for ratio in {*_K_RATIOS, tiers.memory_k_ratio}
-        ]
-        tiers = max(
-            choices,
-            key=lambda one: charged_closed_form(composite_at(name, costs, factor, tiers=one), failures),
-        )
+        choices = [tiers, *(replace(tiers, memory_k_ratio=float(ratio)) for ratio in _K_RATIOS)]
+        points = [composite_at(name, costs, factor, tiers=each) for each in choices]
+        values = [charged_closed_form(point, failures) for point in points]
+        tiers = choices[int(np.argmax(values))]
         factor = best_factor(name, costs, failures, tiers)
     return composite_at(name, costs, factor, tiers=tiers)
 
