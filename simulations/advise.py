@@ -14,7 +14,6 @@ from simulations.copies import Tier
 from simulations.costs import Costs
 from simulations.failures import FailureModel
 from simulations.protocols import (
-    MAX_EVENT_SHARE,
     Point,
     charged_closed_form,
     closed_form,
@@ -23,6 +22,7 @@ from simulations.protocols import (
 )
 from simulations.replay_policy import COMMIT_DELAY_STEPS, Replayed, figures, replay, with_settings
 from simulations.schedules import schedule_of_writes
+from simulations.tiers import MAX_EVENT_SHARE
 from simulations.trace import Trace
 
 FULL_EVENT_SHARE = 0.001

@@ -20,7 +20,7 @@ from simulations.failures import FailureModel
 from simulations.far import destroyed_ettr
 from simulations.methods import Method
 from simulations.model import daly_interval_s, empirical_ettr, ettr
-from simulations.tiers import STORAGE, TierSet, composite
+from simulations.tiers import MAX_EVENT_SHARE, STORAGE, TierSet, composite
 
 Protocol = Literal["matched", "own_optimum"]
 PROTOCOLS: tuple[Protocol, ...] = ("matched", "own_optimum")
@@ -28,8 +28,6 @@ _COARSE, _ROUNDS = 24, 4
 _K_RATIOS = np.geomspace(0.01, 0.95, 16)
 """Thresholds of memory that are tried, as parts of K."""
 _SMALLEST_FACTOR, _LARGEST_FACTOR = 0.05, 20.0
-MAX_EVENT_SHARE = 0.15
-"""Largest part of the state that LayerCheck writes at one step: no mean interval is below its inverse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +164,8 @@ def best_composite(name: str, costs: Costs, failures: FailureModel, tiers: TierS
 
 def best_factor(name: str, costs: Costs, failures: FailureModel, tiers: TierSet = STORAGE) -> float:
     """The stretch of all persist intervals with the largest charged ETTR."""
-    low = max(_SMALLEST_FACTOR, 1 / (MAX_EVENT_SHARE * costs.methods[name].mean_interval_steps))
+    least = tiers.staged_part / MAX_EVENT_SHARE
+    low = max(_SMALLEST_FACTOR, least / costs.methods[name].mean_interval_steps)
     high = max(_LARGEST_FACTOR, low)
     best = 1.0
     for _ in range(_ROUNDS):

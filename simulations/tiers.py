@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
-from layercheck.config import MemoryConfig, ResidualConfig
+from layercheck.config import LayerCheckConfig, MemoryConfig, ResidualConfig
 from layercheck.errors import ConfigError
 from simulations.checks import positive
 from simulations.copies import Tier
@@ -31,6 +31,9 @@ from simulations.schedules import Schedule, schedule_of
 K_RATIO = MemoryConfig().k_ratio
 """Drift adds up, so the steps between two copies of a layer are to those between two versions as their
 thresholds are."""
+MAX_EVENT_SHARE = LayerCheckConfig().max_event_share
+"""Largest part of the state that is copied at one step: no mean interval is below its inverse, but for memory
+that takes all layers at every step."""
 MEMORY_DELAY_STEPS = 1
 """A copy is sealed beside the step after it: a failure there finds the one before."""
 REPLICA_DELAY_STEPS = 2
@@ -102,8 +105,8 @@ class TierSet:
                 Tier("storage", _stretched(versions, self.residuals.versions_part)),
                 Tier("residuals", _stretched(versions, self.residuals.lost_part), counts_from_storage=True),
             ]
-        if self.memory_k_ratio is not None:
-            memory = _stretched(versions, self.memory_k_ratio)
+        memory = self._memory(versions)
+        if memory is not None:
             found.append(Tier("memory", replace(memory, delay_steps=MEMORY_DELAY_STEPS), ("process",)))
             if self.replicas:
                 peer = replace(memory, delay_steps=REPLICA_DELAY_STEPS)
@@ -112,19 +115,35 @@ class TierSet:
 
     def stall_s(self, name: str, costs: Costs, versions: Schedule) -> float:
         """Visible stall of a step of method `name`, where versions alone would be written by `versions`."""
-        cost, t_iter_s = costs.methods[name], costs.t_iter_s
-        variable_s = cost.stall_s - cost.stall_fixed_s
-        more = versions.per_step * cost.mean_interval_steps
-        if self.step_ratio is not None:
-            # All layers at every step are as many bytes at any interval.
-            copied = 1.0 if self.memory_k_ratio == 0 else more
-            added_s = (self.step_ratio - 1) * (t_iter_s + cost.stall_s) * copied
-            return max(0.0, cost.stall_fixed_s + variable_s * more + added_s)
-        staged = 1.0 if self.residuals is None else self.residuals.staged_part
-        stall_s = cost.stall_fixed_s + variable_s * more * staged
-        if self.memory_k_ratio is not None:
-            stall_s += _copy_s(name, costs) * _stretched(versions, self.memory_k_ratio).per_step
-        return stall_s
+        cost = costs.methods[name]
+        state_s = (cost.stall_s - cost.stall_fixed_s) * cost.mean_interval_steps
+        alone_s = cost.stall_fixed_s + state_s * versions.per_step
+        memory = self._memory(versions)
+        in_memory = 0.0 if memory is None else memory.per_step
+        more = versions.per_step * (self.staged_part - 1)
+        if self.step_ratio is None:
+            return alone_s + state_s * more + _copy_s(name, costs) * in_memory
+        added_s = (self.step_ratio - 1) * (costs.t_iter_s + cost.stall_s)
+        return max(0.0, alone_s + added_s * (more + in_memory) / self._measured_copies(name, costs))
+
+    @property
+    def staged_part(self) -> float:
+        """Bytes that steps copy for the storage / for versions alone."""
+        return 1.0 if self.residuals is None else self.residuals.staged_part
+
+    def _memory(self, versions: Schedule) -> Schedule | None:
+        if self.memory_k_ratio is None:
+            return None
+        return _stretched(versions, self.memory_k_ratio, 1 / MAX_EVENT_SHARE if self.memory_k_ratio else 1)
+
+    def _measured_copies(self, name: str, costs: Costs) -> float:
+        """States copied at a step beside versions where `step_ratio` was measured: at the usual threshold."""
+        usual = replace(self, memory_k_ratio=self.memory_k_ratio and K_RATIO)
+        versions = schedule_of(costs.methods[name], costs.t_iter_s)
+        assert versions is not None
+        memory = usual._memory(versions)
+        more = versions.per_step * (self.staged_part - 1)
+        return more + (0.0 if memory is None else memory.per_step)
 
 
 STORAGE = TierSet("")
@@ -177,11 +196,11 @@ def tier_sets(replicas: bool, step_ratios: Mapping[str, float]) -> tuple[TierSet
     )
 
 
-def _stretched(schedule: Schedule, part: float) -> Schedule:
-    """Copies after `part` of the steps each, at least one; a part of 0 is every step."""
+def _stretched(schedule: Schedule, part: float, least: float = 1) -> Schedule:
+    """Copies after `part` of the steps each, at least `least`."""
     return replace(
         schedule,
-        periods=tuple(max(1, ceil(period * part - 1e-9)) for period in schedule.periods),
+        periods=tuple(ceil(max(least, period * part) - 1e-9) for period in schedule.periods),
         writes=((0,),) * len(schedule.periods),
     )
 

@@ -73,8 +73,8 @@ def test_each_kind_of_failure_leaves_what_survives_it():
 
 
 def test_intervals_of_the_tiers_follow_that_of_the_versions():
-    """106 steps: memory every 106 x 0.03 = 3.2, up to 4; residuals keep 14.6 %: as if every 16 steps."""
-    for factor, memory, residual, versions in ((1.0, 4, 16, 567), (2.0, 7, 31, 1134)):
+    """106 steps: residuals as if every 16 (14.6 %), memory every 3.2, but 0.15 of the state a step: 7."""
+    for factor, memory, residual, versions in ((1.0, 7, 16, 567), (3.0, 10, 47, 1701)):
         _, places = composite("layercheck", PAPER, factor, BOTH)
         periods = {place.name: set(place.schedule.periods) for place in places}
         assert periods == {
@@ -91,7 +91,7 @@ def test_a_copy_to_memory_stalls_as_long_as_a_full_copy_is_known_to():
     assert stall_s["residuals"] == pytest.approx(cost.stall_s * MEASURED_RESIDUALS.staged_part)
     # 106 steps of versions make one full state (34 s); GEMINI's whole copy takes 14.07 s: the smaller bound.
     assert stall_s["memory_each_step"] - cost.stall_s == pytest.approx(14.07)
-    assert stall_s["memory"] - cost.stall_s == pytest.approx(14.07 / 4)
+    assert stall_s["memory"] - cost.stall_s == pytest.approx(14.07 / 7)
     known = cost.model_copy(update={"full_stall_s": 2.0})
     costs = PAPER.model_copy(update={"methods": PAPER.methods | {"layercheck": known}})
     assert composite("layercheck", costs, 1.0, EACH_STEP)[0].stall_s - cost.stall_s == pytest.approx(2.0)
@@ -107,6 +107,8 @@ def test_a_measured_ratio_takes_the_place_of_the_rules():
         assert method.cycle_s == pytest.approx(step_s * ratio)
     far, _ = composite("layercheck", PAPER, 2.0, measured[3])
     assert far.stall_s == pytest.approx(0.325 / 2 + 0.1 * step_s), "every step copies as much at any interval"
+    rare, _ = composite("layercheck", PAPER, 1.0, replace(measured[2], memory_k_ratio=0.3))
+    assert rare.stall_s == pytest.approx(0.325 + 0.02 * step_s * 7 / 32), "every 32 steps, not every 7"
 
 
 @pytest.mark.parametrize(
