@@ -6,9 +6,8 @@ has them if there are replicas; a cluster takes all memory, and the storage is l
 
 Costs are derived from those of the composite method, by rules that lean against us where they are unsure:
 
-- A full state copied to memory stalls as long as was measured of a full event. Where that is unknown, as long
-  as the versions that make one up, though no byte is written, or as a copy of the method that keeps full
-  states in memory, though that sends it to a peer meanwhile: the shorter, as both are bounds.
+- A full state copied to memory stalls as long as was measured of a full event; where that is unknown, as long
+  as the versions that make one up, though no byte of it is written.
 - Residuals stall per byte as versions do, by the bytes that are staged: 4 of a version's 12, coded only when
   they are written.
 - Recoveries take as long from memory as from the storage.
@@ -122,7 +121,11 @@ class TierSet:
         in_memory = 0.0 if memory is None else memory.per_step
         more = versions.per_step * (self.staged_part - 1)
         if self.step_ratio is None:
-            return alone_s + state_s * more + _copy_s(name, costs) * in_memory
+            return (
+                alone_s
+                + state_s * more
+                + (state_s if cost.full_stall_s is None else cost.full_stall_s) * in_memory
+            )
         added_s = (self.step_ratio - 1) * (costs.t_iter_s + cost.stall_s)
         return max(0.0, alone_s + added_s * (more + in_memory) / self._measured_copies(name, costs))
 
@@ -203,12 +206,3 @@ def _stretched(schedule: Schedule, part: float, least: float = 1) -> Schedule:
         periods=tuple(ceil(max(least, period * part) - 1e-9) for period in schedule.periods),
         writes=((0,),) * len(schedule.periods),
     )
-
-
-def _copy_s(name: str, costs: Costs) -> float:
-    """Stall of one copy of the full state to memory, see the head of this file."""
-    cost = costs.methods[name]
-    if cost.full_stall_s is not None:
-        return cost.full_stall_s
-    in_memory = [other.stall_s for other in costs.methods.values() if other.far_every]
-    return min([(cost.stall_s - cost.stall_fixed_s) * cost.mean_interval_steps, *in_memory])
