@@ -108,7 +108,10 @@ class MethodCosts(_Record):
         return total / sum(layer.numel / layer.interval_steps for layer in self.layers)
 
     def method(self, name: str, t_iter_s: float) -> Method:
-        """As the engines read it, at the interval at which it was measured."""
+        """As the engines read it, at the interval at which it was measured.
+
+        The delay of a composite's copies is in their schedule: its steps go on whatever has been committed.
+        """
         process = self.recovery
         recovery = (process, self.recovery_node or process, self.recovery_cluster or process)
         first, second, third = (one.phases() for one in recovery)
@@ -120,6 +123,7 @@ class MethodCosts(_Record):
             recovery=(first, second, third),
             far_every=self.far_every,
             far_kinds=self.far_kinds,
+            delay_s=0.0 if self.layers else self.commit_delay_s,
         )
 
 

@@ -15,10 +15,10 @@ from simulations.methods import Method
 def destroyed_ettr(method: Method, failures: FailureModel) -> float:
     """Part of the elapsed time that was useful until a failure destroyed its commits, exponential law.
 
-    A stretch holds n commits, P(n >= j) = a x^j, x = exp(-c / M), a = exp(-R / M); its generating function is
-    g(z) = 1 - a x + a (1 - x) x z / (1 - x z). With q the part of far failures, N commits between two of them
-    have the generating function q g(z) / (1 - (1 - q) g(z)), and its values at the F-th roots of unity give
-    P(N mod F = r), hence the mean of N mod F. Without failures in recoveries a = 1.
+    A stretch holds n commits, P(n >= j) = a x^j, x = exp(-c / M), a = exp(-(R + d) / M), so its generating
+    function is g(z) = 1 - a x + a (1 - x) x z / (1 - x z). With q the part of far failures, the N commits
+    between two of them have q g(z) / (1 - (1 - q) g(z)), and its values at the F-th roots of unity give
+    P(N mod F = r), hence the mean of N mod F. Without failures in recoveries a = exp(-d / M).
     """
     far = sum(part for kind, part in zip(KINDS, failures.mix, strict=True) if kind in method.far_kinds)
     if not method.far_every or far == 0:
@@ -27,7 +27,8 @@ def destroyed_ettr(method: Method, failures: FailureModel) -> float:
     if failures.repair is not None:
         recovery_s += failures.repair.mean_s
     elapsed_s = failures.mtbf_s if failures.in_recovery else failures.mtbf_s + recovery_s
-    begun = exp(-recovery_s / failures.mtbf_s) if failures.in_recovery else 1.0
+    before_s = method.delay_s + (recovery_s if failures.in_recovery else 0.0)
+    begun = exp(-before_s / failures.mtbf_s)
     step, broken = exp(-method.cycle_s / failures.mtbf_s), -expm1(-method.cycle_s / failures.mtbf_s)
     roots = np.exp(2j * np.pi * np.arange(method.far_every) / method.far_every)
     stretch = 1 - begun * step + begun * broken * step * roots / (1 - step * roots)

@@ -32,6 +32,7 @@ class Method:
         recovery: for each of `KINDS`.
         far_every: commits per copy that survives the failures of `far_kinds`; 0 if every commit does.
         far_kinds: kinds of failure that destroy commits, so that the newest far copy has to do.
+        delay_s: from the end of the stall until a commit counts; a failure before that loses it.
     """
 
     name: str
@@ -41,11 +42,13 @@ class Method:
     recovery: tuple[Recovery, Recovery, Recovery]
     far_every: int = 0
     far_kinds: tuple[str, ...] = ()
+    delay_s: float = 0.0
 
     def __post_init__(self) -> None:
         positive(f"{self.name}.t_iter_s", self.t_iter_s)
         positive(f"{self.name}.interval_steps", self.interval_steps)
         not_negative(f"{self.name}.stall_s", self.stall_s)
+        not_negative(f"{self.name}.delay_s", self.delay_s)
         for kind, recovery in zip(KINDS, self.recovery, strict=True):
             for phase in ("detect_s", "restart_s", "load_s", "reconstruct_s"):
                 not_negative(f"{self.name}.{kind}.{phase}", getattr(recovery, phase))

@@ -79,7 +79,7 @@ def _kept(method: Method, failures: FailureModel) -> float:
     law, given = failures.law, failures.in_recovery
     if law.name == "bootstrap":
         gaps_s = np.asarray(law.unit_gaps) * failures.mtbf_s
-        return empirical_ettr(method.tau_s, method.stall_s, recovery_s, gaps_s, given)
+        return empirical_ettr(method.tau_s, method.stall_s, recovery_s, gaps_s, given, method.delay_s)
     return ettr(
         method.tau_s,
         method.stall_s,
@@ -88,6 +88,7 @@ def _kept(method: Method, failures: FailureModel) -> float:
         law=law.name,
         shape=law.shape,
         failures_in_recovery=given,
+        commit_delay_s=method.delay_s,
     )
 
 
@@ -101,7 +102,7 @@ def _stored_often(method: Method, costs: Costs) -> Method:
     long such a write takes is known from a method that writes full states beside training; else the method
     stores as often as it was measured.
     """
-    delays_s = [cost.commit_delay_s for cost in costs.methods.values() if not cost.layers]
+    delays_s = [cost.commit_delay_s for cost in costs.methods.values() if not (cost.layers or cost.far_every)]
     if not method.far_every or not any(delays_s):
         return method
     steps = ceil(max(delays_s) / method.t_iter_s)

@@ -2,6 +2,7 @@
 
 `none` is no entry: it has no commits, and its step is `t_iter_s`. LowDiff commits at every step: its stall is
 per step, bases included where one fell into the measured steps. A recovery is that at matched freshness.
+GEMINI's copies count when the peer has them, copies beside training when they are durable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,7 @@ def _method(
     interval = 1 if every_step else max(1, round(figures.facts.get("interval_steps", 1)))
     commit_s = figures.facts.get("commit_s", 0.0)
     in_memory = name == "gemini"
+    exchange_s = figures.facts.get("copy_s", 0.0) + figures.facts.get("exchange_s", 0.0)
     beside = not every_step and not in_memory and name != "deepspeed"
     return MethodCosts(
         source="measured",
@@ -65,7 +67,7 @@ def _method(
         stall_fixed_s=_fixed_s(name, figures, blocks),
         interval_steps=interval,
         min_interval_steps=max(1, ceil(commit_s / t_iter_s)) if beside else 1,
-        commit_delay_s=commit_s if beside else 0.0,
+        commit_delay_s=exchange_s if in_memory else commit_s if beside else 0.0,
         recovery=_recovery(timed),
         far_every=_far_every(figures, interval) if in_memory else 0,
         far_kinds=("cluster",) if in_memory else (),

@@ -94,7 +94,12 @@ BLOCKS = [
         0,
         0.1,
         written=Written(10, 0, 0, 0),
-        facts={"interval_steps": 1.0, "storage_every_steps": 1000.0},
+        facts={
+            "interval_steps": 1.0,
+            "storage_every_steps": 1000.0,
+            "copy_s": 0.05,
+            "exchange_s": 0.3,
+        },  # fmt: skip
     ),
     killed("none", Recovered(0.0, 9.0, 0.0, 0.0, 0.0, 0.0, 0)),
     killed("layercheck", recovered(0.5)),
@@ -285,6 +290,8 @@ def test_the_recovery_of_the_costs_has_no_replay(costs: Any) -> None:
 def test_gemini_comes_back_from_the_storage_only_after_the_loss_of_all(costs: Any) -> None:
     assert (costs.methods["gemini"].far_every, costs.methods["gemini"].far_kinds) == (1000, ("cluster",))
     assert costs.methods["deepspeed"].far_kinds == ()
+    delays_s = {name: costs.methods[name].commit_delay_s for name in ("gemini", "deepspeed")}
+    assert delays_s == pytest.approx({"gemini": 0.35, "deepspeed": 0.0}), "when the peer has it; at once"
 
 
 # ---------------------------------------------------------------- arms
