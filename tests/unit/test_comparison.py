@@ -99,7 +99,7 @@ BLOCKS = [
             "storage_every_steps": 1000.0,
             "copy_s": 0.05,
             "exchange_s": 0.3,
-        },  # fmt: skip
+        },
     ),
     killed("none", Recovered(0.0, 9.0, 0.0, 0.0, 0.0, 0.0, 0)),
     killed("layercheck", recovered(0.5)),
