@@ -35,14 +35,14 @@ class Tier:
         name: of the place.
         schedule: when each layer is copied there.
         survives: kinds of failure that leave the copies there.
-        counts_from_storage: a copy is a difference from what the storage gave back. After a recovery from
-            memory there are none of a layer before its next version (`docs/explanation/memory-tier.md`).
+        after_memory_steps: None, or copies are differences from a version: after a recovery from memory each
+            layer has a version after so many steps, and none of these copies before that or a usual version.
     """
 
     name: str
     schedule: Schedule
     survives: tuple[Kind, ...] = KINDS
-    counts_from_storage: bool = False
+    after_memory_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +112,26 @@ def _newest_of_all(
     first = newest = _newest(versions, ends, begins, kinds, shifts[0])
     residuals = []
     for tier, row in zip(others, shifts[1:], strict=True):
-        if tier.counts_from_storage:
-            residuals.append((tier, row))
+        if tier.after_memory_steps is not None:
+            residuals.append((tier, tier.after_memory_steps, row))
         else:
             newest = _newer(newest, _newest(tier, ends, begins, kinds, row))
     # From memory, as far as versions go: a residual may be newer still, then nothing would be missing.
     from_memory = np.zeros(first.step.shape, dtype=bool)
     from_memory[:, 1:] = (newest.step > first.step)[:, :-1]
-    is_allowed = ~from_memory | (first.stretch == np.arange(len(ends)))
-    for tier, row in residuals:
-        newest = _newer(newest, _newest(tier, ends, begins, kinds, row, is_allowed))
+    has_version = ~from_memory | (first.stretch == np.arange(len(ends)))
+    for tier, steps, row in residuals:
+        allowed_from = np.where(has_version, begins, begins + steps)
+        newest = _newer(newest, _newest(tier, ends, begins, kinds, row, allowed_from))
+        known = from_memory & (begins + steps <= ends - versions.schedule.delay_steps)
+        newest = _newer(newest, _soon(known, begins, steps))
     return newest
+
+
+def _soon(known: npt.NDArray[np.bool_], begins: Floats, steps: int) -> _Copies:
+    """Versions that are written `steps` after the begin of each stretch in which they are `known`."""
+    stretch = np.maximum.accumulate(np.where(known, np.arange(known.shape[1]), -1), axis=1)
+    return _Copies(np.where(stretch >= 0, begins[stretch] + steps, begins[0]), stretch)
 
 
 def _newest(
@@ -131,13 +140,13 @@ def _newest(
     begins: Floats,
     kinds: npt.NDArray[np.int8],
     shifts: Floats,
-    is_allowed: npt.NDArray[np.bool_] | None = None,
+    allowed_from: Floats | None = None,
 ) -> _Copies:
-    """The newest copies of one tier; `is_allowed`: layers and stretches in which there may be any."""
+    """The newest copies of one tier; `allowed_from`: (layers, stretches), the step of the first one."""
     step, index = ends - tier.schedule.ages(ends, shifts), np.arange(len(ends))
     is_made = step > begins
-    if is_allowed is not None:
-        is_made &= is_allowed
+    if allowed_from is not None:
+        is_made &= step >= allowed_from
     stretch = np.maximum.accumulate(np.where(is_made, index, -1), axis=1)
     survived = [KINDS.index(kind) for kind in tier.survives]
     destroyed = np.maximum.accumulate(np.where(np.isin(kinds, survived), -1, index))
@@ -205,8 +214,10 @@ def expected_lost_steps(
         next_step = both / (1 - (1 - both) * (1 - worse)) if worse > 0 else 1.0
         after_step = step + (1 - step) * (1 - worse) * next_step
         lost = _older_steps(tiers[at].schedule, after_step) * next_step
-        if tiers[at].counts_from_storage and worse < 1:
-            lost = next_step * _steps_beside_memory(tiers[0], tiers[at], after_step, both, step)
+        steps = tiers[at].after_memory_steps
+        if steps is not None and worse < 1:
+            places = tiers[at].schedule, tiers[0].schedule.delay_steps
+            lost = _steps_beside_memory(*places, steps, both / step, step, 1 - worse)
         total += parts[at] * max(0.0, 1 - total / steps_per_failure) * lost
         worse -= parts[at]
     return total
@@ -221,24 +232,38 @@ def _older_steps(schedule: Schedule, again: float) -> float:
     return total
 
 
-def _steps_beside_memory(versions: Tier, residuals: Tier, again: float, both: float, step: float) -> float:
-    """The same of residuals where other failures are recovered from memory.
+def _steps_beside_memory(
+    residuals: Schedule, delay_steps: int, after_memory_steps: int, begun: float, step: float, spared: float
+) -> float:
+    """Mean lost steps where the storage has to do, and other failures are recovered from memory.
 
-    A layer whose version is n steps old has one if no failure came since: with probability a x^(n+1). Else
-    the version is taken, though an older residual may be left: an upper bound.
+    A stretch has at least j steps with P(T >= j) = a x^j. With W steps from a recovery from memory to
+    versions that count d later, r the age of the newest residual, and l the part of failures that memory
+    survives: the stretch before the failure began with such a one with probability l. Then min(r, T - W)
+    steps are lost if T >= n = W + d, else T and what a failure at its begin would have lost; else min(r, T).
+    E = (l (A + B) + (1 - l) a sum_k P(r >= k) x^k) / (1 - l P(T < n)), A = a x^W sum_k P(r >= k) x^max(k, d),
+    B = E[T; T < n] = a (sum_{0<k<n} x^k - (n - 1) x^n). That usual versions are written, too, is left out.
+
+    Args:
+        residuals: their schedule.
+        delay_steps: d.
+        after_memory_steps: W.
+        begun: a, for a recovery without a failure.
+        step: x, for a step without one.
+        spared: l.
     """
-    total = 0.0
-    old, new = versions.schedule, residuals.schedule
-    for at, weight in enumerate(old.weights):
-        older = age_survival(old.periods[at], old.writes[at], old.delay_steps)
-        newer = age_survival(new.periods[at], new.writes[at], new.delay_steps)
-        exactly = np.diff(np.concatenate([[1.0], older, [0.0]])) * -1.0
-        has_residual = exactly * both * step ** np.arange(len(exactly), dtype=np.float64)
-        without = np.cumsum((exactly - has_residual)[::-1])[::-1][1:]
-        powers = again ** np.arange(max(len(older), len(newer)), dtype=np.float64)
-        total += weight * float(without @ powers[: len(without)])
-        total += weight * float(has_residual.sum() * (newer @ powers[: len(newer)]))
-    return total
+    at_once = at_last = 0.0
+    for weight, period, writes in zip(residuals.weights, residuals.periods, residuals.writes, strict=True):
+        older = age_survival(period, writes, residuals.delay_steps)
+        ages = np.arange(1, len(older) + 1, dtype=np.float64)
+        at_once += weight * begun * float(older @ step**ages)
+        at_last += (
+            weight * begun * float(older @ step ** (after_memory_steps + np.maximum(ages, delay_steps)))
+        )
+    least = after_memory_steps + delay_steps
+    short = begun * float(np.sum(step ** np.arange(1, least)) - (least - 1) * step**least)
+    lost = spared * (at_last + short) + (1 - spared) * at_once
+    return lost / (1 - spared * (1 - begun * step**least))
 
 
 def _mean_age(schedule: Schedule) -> float:

@@ -13,6 +13,7 @@ from math import ceil
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from simulations.copies import Tier, expected_lost_steps
 from simulations.costs import Costs
@@ -22,9 +23,10 @@ from simulations.methods import Method
 from simulations.model import daly_interval_s, empirical_ettr, ettr
 from simulations.tiers import MAX_EVENT_SHARE, STORAGE, TierSet, composite
 
+Floats = npt.NDArray[np.float64]
 Protocol = Literal["matched", "own_optimum"]
 PROTOCOLS: tuple[Protocol, ...] = ("matched", "own_optimum")
-_COARSE, _ROUNDS = 24, 4
+_COARSE, _ROUNDS, _STORED = 24, 4, 12
 _K_RATIOS = np.geomspace(0.01, 0.95, 16)
 """Thresholds of memory that are tried, as parts of K."""
 _SMALLEST_FACTOR, _LARGEST_FACTOR = 0.05, 20.0
@@ -59,11 +61,10 @@ def operating_point(
             return best_composite(name, costs, failures, tiers)
         return composite_at(name, costs, 1.0, protocol, tiers)
     if cost.commits == "interval":
-        steps = costs.matched_interval_steps
         if protocol == "own_optimum":
-            method = _stored_often(method, costs)
-            steps = best_interval(method, failures, cost.min_interval_steps)
-        method = method.at(max(steps, cost.min_interval_steps))
+            method = best_method(method, costs, failures, cost.min_interval_steps)
+        else:
+            method = method.at(max(costs.matched_interval_steps, cost.min_interval_steps))
     return Point(protocol, method, cost.source, method.interval_steps, costs.gpus)
 
 
@@ -95,18 +96,26 @@ def _kept(method: Method, failures: FailureModel) -> float:
 # ---------------------------------------------------------------- optima
 
 
-def _stored_often(method: Method, costs: Costs) -> Method:
-    """A method with copies in memory stores one of them as soon as the write before has ended.
+def best_method(method: Method, costs: Costs, failures: FailureModel, smallest: int = 1) -> Method:
+    """An interval method at its optimum, which is also over how often it stores what it keeps in memory."""
+    best = [each.at(best_interval(each, failures, smallest)) for each in _stored_otherwise(method, costs)]
+    return max(best, key=lambda each: closed_form(each, failures))
 
-    A copy that lies in memory stalls nobody while it is written, so its optimum is as often as can be. How
-    long such a write takes is known from a method that writes full states beside training; else the method
-    stores as often as it was measured.
+
+def _stored_otherwise(method: Method, costs: Costs) -> list[Method]:
+    """A method with copies in memory that stores one of them as soon as the write before has ended, or later.
+
+    Where storing stalls nobody the first is the best. How long such a write takes is known from a method that
+    writes full states beside training; else the method stores as often as it was measured.
     """
     delays_s = [cost.commit_delay_s for cost in costs.methods.values() if not (cost.layers or cost.far_every)]
     if not method.far_every or not any(delays_s):
-        return method
-    steps = ceil(max(delays_s) / method.t_iter_s)
-    return replace(method, far_every=max(1, ceil(steps / method.interval_steps)))
+        return [method]
+    least = max(1, ceil(max(delays_s) / method.t_iter_s / method.interval_steps))
+    if not method.far_stall_s:
+        return [method.stored(least)]
+    tried = np.geomspace(least, max(least, method.far_every), _STORED).round().astype(int)
+    return [method.stored(int(each)) for each in np.unique(tried)]
 
 
 def best_interval(method: Method, failures: FailureModel, smallest: int = 1) -> int:
@@ -151,29 +160,34 @@ def charged_closed_form(point: Point, failures: FailureModel) -> float:
 
 def best_composite(name: str, costs: Costs, failures: FailureModel, tiers: TierSet) -> Point:
     """The stretch and, where there is one, the threshold of memory with the largest charged ETTR."""
-    factor = best_factor(name, costs, failures, tiers)
-    if not tiers.memory_k_ratio:
-        return composite_at(name, costs, factor, tiers=tiers)
-    for _ in range(_ROUNDS // 2):
-        choices = [tiers, *(replace(tiers, memory_k_ratio=float(ratio)) for ratio in _K_RATIOS)]
-        points = [composite_at(name, costs, factor, tiers=each) for each in choices]
-        values = [charged_closed_form(point, failures) for point in points]
-        tiers = choices[int(np.argmax(values))]
-        factor = best_factor(name, costs, failures, tiers)
-    return composite_at(name, costs, factor, tiers=tiers)
+    if tiers.memory_k_ratio:
+        # All thresholds at all stretches: by turns the search ends at optima that are only local.
+        ratios = (tiers.memory_k_ratio, *_K_RATIOS)
+        choices = [replace(tiers, memory_k_ratio=float(ratio)) for ratio in ratios]
+        stretches = _stretches(name, costs, tiers)
+        tiers = max(choices, key=lambda each: max(_values(name, costs, failures, each, stretches)))
+    return composite_at(name, costs, best_factor(name, costs, failures, tiers), tiers=tiers)
+
+
+def _stretches(name: str, costs: Costs, tiers: TierSet) -> Floats:
+    """Stretches to begin with; none that would copy more than `max_event_share` of the state at a step."""
+    least = tiers.staged_part / MAX_EVENT_SHARE
+    low = max(_SMALLEST_FACTOR, least / costs.methods[name].mean_interval_steps)
+    return np.geomspace(low, max(_LARGEST_FACTOR, low), _COARSE)
+
+
+def _values(name: str, costs: Costs, failures: FailureModel, tiers: TierSet, factors: Floats) -> list[float]:
+    """Charged ETTR at each stretch."""
+    points = [composite_at(name, costs, float(factor), tiers=tiers) for factor in factors]
+    return [charged_closed_form(point, failures) for point in points]
 
 
 def best_factor(name: str, costs: Costs, failures: FailureModel, tiers: TierSet = STORAGE) -> float:
     """The stretch of all persist intervals with the largest charged ETTR."""
-    least = tiers.staged_part / MAX_EVENT_SHARE
-    low = max(_SMALLEST_FACTOR, least / costs.methods[name].mean_interval_steps)
-    high = max(_LARGEST_FACTOR, low)
+    tried = _stretches(name, costs, tiers)
     best = 1.0
     for _ in range(_ROUNDS):
-        tried = np.geomspace(low, high, _COARSE)
-        points = [composite_at(name, costs, float(factor), tiers=tiers) for factor in tried]
-        values = [charged_closed_form(point, failures) for point in points]
-        at = int(np.argmax(values))
+        at = int(np.argmax(_values(name, costs, failures, tiers, tried)))
         best = float(tried[at])
-        low, high = float(tried[max(at - 1, 0)]), float(tried[min(at + 1, len(tried) - 1)])
+        tried = np.geomspace(tried[max(at - 1, 0)], tried[min(at + 1, len(tried) - 1)], _COARSE)
     return best

@@ -1,6 +1,7 @@
 """LayerCheck with its tiers beside every other method: `ettr-tiers.json`, the same as tables, and a picture.
 
-All figures have lost progress charged. Three comparisons: who is ahead, everybody at the own optimum;
+All figures have lost progress charged, and events once by their visible stall, once by all that training
+loses to them, where that is known. Three comparisons of each: who is ahead, everybody at the own optimum;
 LayerCheck's variants at theirs against the best interval method at its own; and as they were measured.
 """
 
@@ -10,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from simulations.charges import MEANING, Charge, event_costs, unknown
 from simulations.comparison.result import table
 from simulations.costs import Costs
 from simulations.pictures import draw_lines
@@ -24,16 +26,30 @@ def our_names(costs: Costs, tiers: Sequence[TierSet]) -> list[str]:
     return [name_of(name, each) for name, cost in costs.methods.items() if cost.layers for each in tiers]
 
 
-def content(costs: Costs, tiers: Sequence[TierSet], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What `ettr-tiers.json` holds."""
-    ours = our_names(costs, tiers)
-    interval = [name for name, cost in costs.methods.items() if cost.commits == "interval"]
+def content(
+    costs: Costs, tiers: Sequence[TierSet], by_charge: Mapping[Charge, Sequence[Outcome]]
+) -> dict[str, Any]:
+    """What `ettr-tiers.json` holds; `costs` with stalls as they are seen."""
+    missing = unknown(costs)
+    return {
+        "tiers": [asdict(each) for each in tiers],
+        "interval_methods": _interval_methods(costs),
+        "events": [] if missing else [asdict(one) for one in event_costs(costs)],
+        "unknown_ratios": missing,
+        "charges": {charge: _comparisons(costs, tiers, outcomes) for charge, outcomes in by_charge.items()},
+    }
+
+
+def _interval_methods(costs: Costs) -> list[str]:
+    return [name for name, cost in costs.methods.items() if cost.commits == "interval"]
+
+
+def _comparisons(costs: Costs, tiers: Sequence[TierSet], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    ours, interval = our_names(costs, tiers), _interval_methods(costs)
     own = _of(outcomes, "own_optimum")
     as_measured = [one for one in _of(outcomes, "matched") if one.point.method.name in ours]
     others = [one for one in own if one.point.method.name not in ours]
     return {
-        "tiers": [asdict(each) for each in tiers],
-        "interval_methods": interval,
         "points": [_point(one) for one in outcomes],
         "winners": [asdict(one) for one in winners(own)],
         "against_interval_methods": [asdict(one) for one in standings(own, ours, interval)],
@@ -85,12 +101,21 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
 
 
 def markdown(found: Mapping[str, Any], about: str) -> str:
-    """Tables of the curves and of the three comparisons."""
+    """Tables of the curves and of the three comparisons, for each charge."""
     lines = [
         "# ETTR with lost progress charged: LayerCheck's tiers beside the other methods",
         "",
         about,
         "",
+        *_events(found),
+    ]
+    for charge, mine in found["charges"].items():
+        lines += ["", f"# Charge: {charge}", "", MEANING[charge], "", *_tables(mine)]
+    return "\n".join(lines) + "\n"
+
+
+def _tables(found: Mapping[str, Any]) -> list[str]:
+    return [
         "## At the own optimum",
         "",
         "Charged ETTR in % (plain), steps between two saves.",
@@ -115,7 +140,27 @@ def markdown(found: Mapping[str, Any], about: str) -> str:
         "",
         *_verdicts(found["as_measured_against_interval_methods"]),
     ]
-    return "\n".join(lines) + "\n"
+
+
+def _events(found: Mapping[str, Any]) -> list[str]:
+    """What each event is charged by `slowdown`, or why there is no such table."""
+    if missing := found["unknown_ratios"]:
+        names = ", ".join(missing)
+        return [
+            f"Charged by visible stalls alone: no ratio of step times of {names} is known (`--step-ratio`)."
+        ]
+    head = ("event", "visible stall (ms)", "step time ratio", "charged by slowdown (ms)", "that is")
+    body = [
+        (
+            one["name"],
+            f"{1000 * one['stall_s']:.2f}",
+            "-" if one["ratio"] is None else f"{one['ratio']:.3f}",
+            f"{1000 * one['charged_s']:.2f}",
+            one["basis"],
+        )
+        for one in found["events"]
+    ]
+    return ["## What an event is charged", "", *table(head, body)]
 
 
 def _curves(points: Sequence[Mapping[str, Any]], protocol: Protocol) -> list[str]:
@@ -189,13 +234,12 @@ def _verdict(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def in_words(found: Mapping[str, Any]) -> str:
     """What a person reads at the end of a sweep."""
-    own = _verdicts(found["against_interval_methods"])
-    measured = _verdicts(found["as_measured_against_interval_methods"])
-    return "\n".join(
-        [
-            "against the best interval method at its own optimum, lost progress charged:",
-            *(f"  {line}" for line in own),
+    lines = []
+    for charge, mine in found["charges"].items():
+        lines += [
+            f"charged by {charge}, lost progress too, against the best interval method at its own optimum:",
+            *(f"  {line}" for line in _verdicts(mine["against_interval_methods"])),
             "the same, as measured:",
-            *(f"  {line}" for line in measured),
+            *(f"  {line}" for line in _verdicts(mine["as_measured_against_interval_methods"])),
         ]
-    )
+    return "\n".join(lines)

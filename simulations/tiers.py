@@ -10,21 +10,20 @@ Costs are derived from those of the composite method, by rules that lean against
   as the versions that make one up, though no byte of it is written.
 - Residuals stall per byte as versions do, by the bytes that are staged: 4 of a version's 12, coded only when
   they are written.
-- Recoveries take as long from memory as from the storage.
-
-A measured ratio of step times takes the place of the first two (`step_ratio`).
+- Recoveries take as long from memory as from the storage. With residuals each layer is then written within
+  `1 / max_event_share` steps, so that they have something to count from: one more state a recovery.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
-from layercheck.config import LayerCheckConfig, MemoryConfig, ResidualConfig
+from layercheck.config import LayerCheckConfig, MemoryConfig
 from layercheck.errors import ConfigError
+from simulations.charges import COPIES, STAGED, copy_stall_s
 from simulations.checks import positive
 from simulations.copies import Tier
-from simulations.costs import Costs
-from simulations.methods import Method
+from simulations.costs import Costs, MethodCosts
+from simulations.methods import Method, Recovery
 from simulations.schedules import Schedule, schedule_of
 
 K_RATIO = MemoryConfig().k_ratio
@@ -33,6 +32,8 @@ thresholds are."""
 MAX_EVENT_SHARE = LayerCheckConfig().max_event_share
 """Largest part of the state that is copied at one step: no mean interval is below its inverse, but for memory
 that takes all layers at every step."""
+AFTER_MEMORY_STEPS = ceil(1 / MAX_EVENT_SHARE)
+"""With residuals, steps from a recovery from memory until every layer has a version again."""
 MEMORY_DELAY_STEPS = 1
 """A copy is sealed beside the step after it: a failure there finds the one before."""
 REPLICA_DELAY_STEPS = 2
@@ -64,10 +65,9 @@ class ResidualPoint:
     @property
     def staged_part(self) -> float:
         """Bytes that steps copy / without residuals."""
-        return 1 / self.versions_part + _STAGED / self.residuals_part
+        return 1 / self.versions_part + STAGED / self.residuals_part
 
 
-_STAGED = ResidualConfig().staged_share
 MEASURED_RESIDUALS = ResidualPoint(
     lost_part=0.14616914349960375,
     versions_part=699.6897621509825 / 130.80895959344878,
@@ -86,15 +86,12 @@ class TierSet:
         residuals: None: none are written.
         memory_k_ratio: None: no memory; 0: all layers at every step.
         replicas: copies go to another node, too.
-        step_ratio: measured seconds of a step with these tiers / without, at the measured interval; None to
-            derive it.
     """
 
     suffix: str
     residuals: ResidualPoint | None = None
     memory_k_ratio: float | None = None
     replicas: bool = True
-    step_ratio: float | None = None
 
     def tiers(self, versions: Schedule) -> tuple[Tier, ...]:
         """The tiers beside versions that would be written by `versions` if there were no others."""
@@ -102,7 +99,11 @@ class TierSet:
         if self.residuals is not None:
             found = [
                 Tier("storage", _stretched(versions, self.residuals.versions_part)),
-                Tier("residuals", _stretched(versions, self.residuals.lost_part), counts_from_storage=True),
+                Tier(
+                    "residuals",
+                    _stretched(versions, self.residuals.lost_part),
+                    after_memory_steps=AFTER_MEMORY_STEPS,
+                ),
             ]
         memory = self._memory(versions)
         if memory is not None:
@@ -112,22 +113,29 @@ class TierSet:
                 found.append(Tier("replicas", peer, ("process", "node")))
         return tuple(found)
 
-    def stall_s(self, name: str, costs: Costs, versions: Schedule) -> float:
-        """Visible stall of a step of method `name`, where versions alone would be written by `versions`."""
-        cost = costs.methods[name]
-        state_s = (cost.stall_s - cost.stall_fixed_s) * cost.mean_interval_steps
-        alone_s = cost.stall_fixed_s + state_s * versions.per_step
+    def stall_s(self, cost: MethodCosts, versions: Schedule) -> float:
+        """Stall of a step, where versions alone would be written by `versions`."""
         memory = self._memory(versions)
-        in_memory = 0.0 if memory is None else memory.per_step
-        more = versions.per_step * (self.staged_part - 1)
-        if self.step_ratio is None:
-            return (
-                alone_s
-                + state_s * more
-                + (state_s if cost.full_stall_s is None else cost.full_stall_s) * in_memory
-            )
-        added_s = (self.step_ratio - 1) * (costs.t_iter_s + cost.stall_s)
-        return max(0.0, alone_s + added_s * (more + in_memory) / self._measured_copies(name, costs))
+        copies = {"versions": versions.per_step, "memory": 0.0 if memory is None else memory.per_step}
+        if self.residuals is not None:
+            copies["versions"] = versions.per_step / self.residuals.versions_part
+            copies["residuals"] = versions.per_step / self.residuals.residuals_part
+        return cost.stall_fixed_s + sum(
+            copy_stall_s(cost, copied) * copies.get(copied, 0.0) for copied in COPIES
+        )
+
+    def recovery(
+        self, cost: MethodCosts, usual: tuple[Recovery, Recovery, Recovery]
+    ) -> tuple[Recovery, Recovery, Recovery]:
+        """Recoveries by kind of failure: from memory one more state is written, if there are residuals."""
+        if self.residuals is None or self.memory_k_ratio is None:
+            return usual
+        process, node, cluster = usual
+        more_s = copy_stall_s(cost, "versions")
+        process = replace(process, reconstruct_s=process.reconstruct_s + more_s)
+        if self.replicas:
+            node = replace(node, reconstruct_s=node.reconstruct_s + more_s)
+        return process, node, cluster
 
     @property
     def staged_part(self) -> float:
@@ -138,15 +146,6 @@ class TierSet:
         if self.memory_k_ratio is None:
             return None
         return _stretched(versions, self.memory_k_ratio, 1 / MAX_EVENT_SHARE if self.memory_k_ratio else 1)
-
-    def _measured_copies(self, name: str, costs: Costs) -> float:
-        """States copied at a step beside versions where `step_ratio` was measured: at the usual threshold."""
-        usual = replace(self, memory_k_ratio=self.memory_k_ratio and K_RATIO)
-        versions = schedule_of(costs.methods[name], costs.t_iter_s)
-        assert versions is not None
-        memory = usual._memory(versions)
-        more = versions.per_step * (self.staged_part - 1)
-        return more + (0.0 if memory is None else memory.per_step)
 
 
 STORAGE = TierSet("")
@@ -172,31 +171,16 @@ def composite(
     cost = costs.methods[name]
     schedule = schedule_of(cost, costs.t_iter_s, factor)
     assert schedule is not None, f"{name} has no layers"
-    stall_s = tiers.stall_s(name, costs, schedule)
+    stall_s = tiers.stall_s(cost, schedule)
     if factor == 1.0 and tiers == STORAGE:
         stall_s = cost.stall_s  # as measured: periods are whole steps, so the computed one is off by a bit
     method = cost.method(name_of(name, tiers), costs.t_iter_s).at(1, stall_s)
-    return method, tiers.tiers(schedule)
+    return replace(method, recovery=tiers.recovery(cost, method.recovery)), tiers.tiers(schedule)
 
 
-def tier_sets(replicas: bool, step_ratios: Mapping[str, float]) -> tuple[TierSet, ...]:
-    """`TIER_SETS` as they are asked for.
-
-    Args:
-        replicas: copies in memory go to another node, too.
-        step_ratios: suffix -> measured seconds of a step with those tiers / without.
-
-    Raises:
-        ConfigError: there are no such tiers, or a ratio is not positive.
-    """
-    known = [tiers.suffix for tiers in TIER_SETS if tiers.suffix]
-    for suffix, ratio in step_ratios.items():
-        if suffix not in known:
-            raise ConfigError(f"step-ratio {suffix!r} is none of {', '.join(known)}")
-        positive(f"step-ratio {suffix}", ratio)
-    return tuple(
-        replace(tiers, replicas=replicas, step_ratio=step_ratios.get(tiers.suffix)) for tiers in TIER_SETS
-    )
+def tier_sets(replicas: bool) -> tuple[TierSet, ...]:
+    """`TIER_SETS`, with or without copies on other nodes."""
+    return tuple(replace(tiers, replicas=replicas) for tiers in TIER_SETS)
 
 
 def _stretched(schedule: Schedule, part: float, least: float = 1) -> Schedule:

@@ -2,7 +2,8 @@
 
 `none` is no entry: it has no commits, and its step is `t_iter_s`. LowDiff commits at every step: its stall is
 per step, bases included where one fell into the measured steps. A recovery is that at matched freshness.
-GEMINI's copies count when the peer has them, copies beside training when they are durable.
+GEMINI's copies count when the peer has them, copies beside training when they are durable. `slowdown_s` is
+from the regime in which every method decides or saves at every step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ _EVERY_STEP = (OURS, "lowdiff_topk", "lowdiff_dense")
 def costs_of(
     blocks: Sequence[Block],
     figures: Mapping[str, MethodFigures],
+    at_every_step: Mapping[str, MethodFigures],
     timed: Mapping[str, Sequence[Recovered]],
     t_iter: Spread,
     machine: str,
@@ -29,13 +31,16 @@ def costs_of(
     Args:
         blocks: all of them.
         figures: of the regime `own`.
+        at_every_step: of the regime `every_step`.
         timed: recoveries by method.
         t_iter: a step without checkpointing.
         machine: in words.
         model: in words.
     """
     methods = {
-        name: _method(name, each, timed[name], t_iter.value, blocks)
+        name: _method(name, each, timed[name], t_iter.value, blocks).model_copy(
+            update={"slowdown_s": _slowdown_s(at_every_step.get(name), t_iter.value)}
+        )
         for name, each in figures.items()
         if name != REFERENCE and name in timed
     }
@@ -93,6 +98,11 @@ def _fixed_s(name: str, figures: MethodFigures, blocks: Sequence[Block]) -> floa
         for stall_s in block.stall_s
     )
     return min(stalls_s[len(stalls_s) // 10], figures.stall_s.value)
+
+
+def _slowdown_s(figures: MethodFigures | None, t_iter_s: float) -> float | None:
+    """What an event at every step makes a step longer; None where that was not measured."""
+    return None if figures is None else (figures.end_to_end_ratio.value - 1) * t_iter_s
 
 
 def _recovery(timed: Sequence[Recovered]) -> RecoveryCosts:

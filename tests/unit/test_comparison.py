@@ -254,9 +254,8 @@ def test_blocks_survive_json() -> None:
 
 @pytest.fixture
 def costs(tmp_path: Path) -> Any:
-    found = costs_of(
-        BLOCKS, figures.regime(BLOCKS, "own"), figures.recoveries(BLOCKS), figures.step_time(BLOCKS), "m", "x"
-    )
+    regimes = (figures.regime(BLOCKS, name) for name in ("own", "every_step"))
+    found = costs_of(BLOCKS, *regimes, figures.recoveries(BLOCKS), figures.step_time(BLOCKS), "m", "x")
     (tmp_path / "costs.json").write_text(found.model_dump_json())
     return load_costs(str(tmp_path))
 
@@ -275,6 +274,16 @@ def test_stalls_are_told_per_commit(costs: Any) -> None:
     assert stalls_s["layercheck"] == pytest.approx(0.01)
     assert stalls_s["gemini"] == pytest.approx(0.1)
     assert costs.methods["deepspeed"].interval_steps == 5
+
+
+def test_a_slowdown_is_what_an_event_at_every_step_makes_a_step_longer(costs: Any) -> None:
+    """DeepSpeed was measured at its own interval alone."""
+    found = figures.regime(BLOCKS, "every_step")
+    expected = {name: (found[name].end_to_end_ratio.value - 1) * 1.5 for name in found if name != "none"}
+    slowdowns_s = {name: cost.slowdown_s for name, cost in costs.methods.items()}
+    assert slowdowns_s.pop("deepspeed") is None
+    assert slowdowns_s == pytest.approx(expected)
+    assert expected["gemini"] > 0
 
 
 def test_a_layer_that_was_not_written_is_as_old_as_the_steps_are_many(costs: Any) -> None:

@@ -19,7 +19,7 @@ SCHEDULE = Schedule(
 STORAGE = (Tier("storage", SCHEDULE),)
 MEMORY = Tier("memory", Schedule(SCHEDULE.weights, (2, 3, 1), ((0,),) * 3, delay_steps=1), ("process",))
 PEER = replace(MEMORY, schedule=replace(MEMORY.schedule, delay_steps=3), survives=("process", "node"))
-RESIDUALS = Tier("residuals", replace(MEMORY.schedule, periods=(4, 2, 5)), counts_from_storage=True)
+RESIDUALS = Tier("residuals", replace(MEMORY.schedule, periods=(4, 2, 5)), after_memory_steps=3)
 TIER_SETS = (
     STORAGE,
     (*STORAGE, RESIDUALS),
@@ -46,6 +46,8 @@ def by_hand(tiers: tuple[Tier, ...], drawn: list[tuple[int, int]], seed: int) ->
 
 def walk(tiers: tuple[Tier, ...], layer: int, shifts: np.ndarray, drawn: list[tuple[int, int]]) -> list[int]:
     """Lost steps of one layer. A copy is (step, progress that it carries)."""
+    soon: list[tuple[int, int]] = []
+    after = [tier.after_memory_steps for tier in tiers if tier.after_memory_steps is not None]
     copies: list[list[tuple[int, int]]] = [[] for _ in tiers]
     copies[0].append((0, 0))
     step, progress, is_from_memory, lost = 0, 0, False, []
@@ -57,14 +59,17 @@ def walk(tiers: tuple[Tier, ...], layer: int, shifts: np.ndarray, drawn: list[tu
                 period = tier.schedule.periods[layer]
                 if (step + int(shift * period)) % period in tier.schedule.writes[layer]:
                     each.append((step, progress))
+            if is_from_memory and after and step == begin + after[0]:
+                soon.append((step, progress))
+        soon = [one for one in soon if one[0] <= step - tiers[0].schedule.delay_steps]
         for tier, each in zip(tiers, copies, strict=True):
             each[:] = [one for one in each if one[0] <= max(0, step - tier.schedule.delay_steps)]
             has_version = any(one[0] > begin for one in copies[0])
-            if tier.counts_from_storage and is_from_memory and not has_version:
-                each[:] = [one for one in each if one[0] <= begin]
+            if tier.after_memory_steps is not None and is_from_memory and not has_version:
+                each[:] = [one for one in each if one[0] <= begin or one[0] >= begin + after[0]]
             if KINDS[kind] not in tier.survives:
                 each.clear()
-        newest = max(one for each in copies for one in each)
+        newest = max(one for each in (*copies, soon) for one in each)
         in_memory = [
             one for tier, each in zip(tiers, copies, strict=True) if tier.survives != KINDS for one in each
         ]
@@ -138,6 +143,23 @@ def test_what_memory_gave_back_is_lost_after_all_when_everything_goes():
     assert found_for(tiers, drawn).tolist() == [1, 1, 128]
 
 
+def test_residuals_go_on_when_the_versions_after_a_recovery_from_memory_are_there():
+    """A process dies at 50, everything n steps later; W = 7, and versions count 2 steps late."""
+    once, every = Schedule((1.0,), (10_000,), ((0,),), 2), Schedule((1.0,), (1,), ((0,),), 1)
+    tiers = (
+        Tier("storage", once),
+        Tier("residuals", every, after_memory_steps=7),
+        Tier("memory", replace(every, delay_steps=0), ("process",)),
+    )
+    lost = {n: found_for(tiers, [(50, 0), (n, 2)], seed=3).tolist()[1] for n in (6, 7, 8, 9, 30)}
+    # A residual of step 49 is the newest before; the residuals of the new stretch count a step later.
+    assert lost == {6: 7, 7: 8, 8: 1, 9: 1, 30: 1}
+    rare = (tiers[0], replace(tiers[1], schedule=replace(every, periods=(5000,))), tiers[2])
+    assert {n: found_for(rare, [(50, 0), (n, 2)], seed=3).tolist()[1] for n in (8, 9, 30)} == {
+        8: 58, 9: 2, 30: 23
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("mtbf_s", [20.0, 200.0, 5000.0])
 def test_what_all_failures_lose_is_less_than_what_was_run(mtbf_s):
     """Half an interval times the number of failures would be more than that at the first MTBF."""
@@ -152,13 +174,16 @@ def test_what_all_failures_lose_is_less_than_what_was_run(mtbf_s):
 
 MIX = (0.3, 0.5, 0.2)
 RARE = Tier("storage", replace(SCHEDULE, periods=(80, 56, 96), writes=((0,), (0, 24), (16, 40, 88))))
+OFTEN = replace(
+    RESIDUALS, schedule=replace(RESIDUALS.schedule, periods=(12, 9, 15), delay_steps=2), after_memory_steps=6
+)
 
 
 @pytest.mark.parametrize(("mtbf_s", "part"), [(60.0, 0.06), (600.0, 0.02), (6000.0, 0.02)])
 @pytest.mark.parametrize(
     "tiers",
-    [STORAGE, (RARE, MEMORY), (RARE, MEMORY, PEER)],
-    ids=("storage", "memory", "replicas"),
+    [STORAGE, (RARE, MEMORY), (RARE, MEMORY, PEER), (RARE, OFTEN, MEMORY), (RARE, OFTEN, MEMORY, PEER)],
+    ids=("storage", "memory", "replicas", "residuals-memory", "residuals-replicas"),
 )
 def test_the_mean_of_many_failures_is_the_expected_one(tiers, part, mtbf_s):
     """Exact with one tier; with more, what lesser failures had lost before is a mean.

@@ -22,14 +22,19 @@ from simulations.tiers import (
     STORAGE,
     TIER_SETS,
     ResidualPoint,
-    TierSet,
     composite,
-    tier_sets,
 )
 from simulations.winners import costs_of_time, standing, standings, winners
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPER = load_costs("paper")
+FREE = PAPER.model_copy(
+    update={
+        "methods": PAPER.methods
+        | {"layercheck": PAPER.methods["layercheck"].model_copy(update={"full_stall_s": 0.0})}
+    }
+)
+"""Copies to memory take no time."""
 LLAMA3 = (63 / 419, 321 / 419, 35 / 419)
 RESIDUALS, MEMORY, EACH_STEP, BOTH = TIER_SETS[1:]
 PLAN = Plan(PAPER, (600.0, 3600.0), FailureModel(1.0, mix=LLAMA3), 12, horizon_s=4 * 86400.0, tiers=TIER_SETS)
@@ -38,11 +43,6 @@ PLAN = Plan(PAPER, (600.0, 3600.0), FailureModel(1.0, mix=LLAMA3), 12, horizon_s
 @pytest.fixture(scope="module")
 def outcomes():
     return sweep([PLAN])
-
-
-def free(tiers: TierSet) -> TierSet:
-    """The same tiers, which take no time."""
-    return replace(tiers, step_ratio=1.0)
 
 
 # ---------------------------------------------------------------- what they are
@@ -97,24 +97,28 @@ def test_a_copy_to_memory_stalls_as_long_as_a_full_copy_is_known_to():
     assert composite("layercheck", costs, 1.0, EACH_STEP)[0].stall_s - cost.stall_s == pytest.approx(2.0)
 
 
-def test_a_measured_ratio_takes_the_place_of_the_rules():
-    measured = tier_sets(True, {"memory": 1.02, "memory_each_step": 1.1})
-    step_s = PAPER.t_iter_s + PAPER.methods["layercheck"].stall_s
-    for tiers, ratio in ((measured[2], 1.02), (measured[3], 1.1)):
-        method, _ = composite("layercheck", PAPER, 1.0, tiers)
-        assert method.cycle_s == pytest.approx(step_s * ratio)
-    far, _ = composite("layercheck", PAPER, 2.0, measured[3])
-    assert far.stall_s == pytest.approx(0.325 / 2 + 0.1 * step_s), "every step copies as much at any interval"
-    rare, _ = composite("layercheck", PAPER, 1.0, replace(measured[2], memory_k_ratio=0.3))
-    assert rare.stall_s == pytest.approx(0.325 + 0.02 * step_s * 7 / 32), "every 32 steps, not every 7"
+def test_after_a_recovery_from_memory_residuals_cost_one_more_state():
+    usual = composite("layercheck", PAPER, 1.0)[0].recovery
+    state_s = PAPER.methods["layercheck"].stall_s * 106
+    for tiers, more_s in (
+        (RESIDUALS, (0, 0, 0)),
+        (MEMORY, (0, 0, 0)),
+        (BOTH, (state_s, state_s, 0)),
+        (replace(BOTH, replicas=False), (state_s, 0, 0)),
+    ):
+        found = composite("layercheck", PAPER, 1.0, tiers)[0].recovery
+        added_s = [one.reconstruct_s - other.reconstruct_s for one, other in zip(found, usual, strict=True)]
+        assert added_s == pytest.approx(more_s), tiers.suffix
+        assert [one.load_s for one in found] == [one.load_s for one in usual]
 
 
-@pytest.mark.parametrize(
-    ("ratios", "named"), [({"memroy": 1.1}, "step-ratio 'memroy'"), ({"memory": 0.0}, "step-ratio memory=0")]
-)
-def test_wrong_ratios_are_named(ratios, named):
-    with pytest.raises(ConfigError, match=named):
-        tier_sets(True, ratios)
+def test_residuals_go_on_once_all_layers_can_have_been_written():
+    """0.15 of the state a step: 7 steps."""
+    _, places = composite("layercheck", PAPER, 1.0, BOTH)
+    assert {place.name: place.after_memory_steps for place in places if place.name != "residuals"} == {
+        "storage": None, "memory": None, "replicas": None
+    }  # fmt: skip
+    assert next(place.after_memory_steps for place in places if place.name == "residuals") == 7
 
 
 @pytest.mark.parametrize("changes", [{"lost_part": 1.5}, {"residuals_part": 0.0}, {"versions_part": -1.0}])
@@ -134,8 +138,8 @@ parts = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 1)).map(
 @settings(max_examples=25, deadline=None)
 @given(mix=parts, mtbf_s=st.floats(60, 10_000), seed=st.integers(0, 1000))
 def test_a_tier_that_survives_more_never_gives_a_lower_ettr_at_the_same_costs(mix, mtbf_s, seed):
-    tiers = (STORAGE, replace(free(MEMORY), replicas=False), free(MEMORY))
-    plan = Plan(PAPER, (mtbf_s,), FailureModel(1.0, mix=mix), 2, seed, 50 * mtbf_s, ("matched",), tiers)
+    tiers = (STORAGE, replace(MEMORY, replicas=False), MEMORY)
+    plan = Plan(FREE, (mtbf_s,), FailureModel(1.0, mix=mix), 2, seed, 50 * mtbf_s, ("matched",), tiers)
     found = [one for one in sweep([plan]) if one.point.tiers]
     assert len({round(one.ettr, 9) for one in found}) == 1, "equal costs"
     charged = [one.charged for one in found]
@@ -145,8 +149,9 @@ def test_a_tier_that_survives_more_never_gives_a_lower_ettr_at_the_same_costs(mi
 def test_where_only_clusters_fail_memory_brings_what_the_storage_alone_does():
     plan = replace(
         PLAN,
+        costs=FREE,
         failures=FailureModel(1.0, mix=(0.0, 0.0, 1.0)),
-        tiers=(STORAGE, free(MEMORY), free(EACH_STEP)),
+        tiers=(STORAGE, MEMORY, EACH_STEP),
         protocols=("matched",),
     )
     for mtbf_s in plan.mtbf_s:
@@ -156,7 +161,7 @@ def test_where_only_clusters_fail_memory_brings_what_the_storage_alone_does():
 
 
 def test_with_processes_alone_a_copy_of_each_step_loses_one_step_a_failure():
-    plan = replace(PLAN, failures=FailureModel(1.0), tiers=(free(EACH_STEP),), protocols=("matched",))
+    plan = replace(PLAN, costs=FREE, failures=FailureModel(1.0), tiers=(EACH_STEP,), protocols=("matched",))
     found = next(one for one in sweep([plan]) if one.point.tiers and one.mtbf_s == 3600.0)
     assert found.lost_steps <= 1
     expected = found.ettr - found.lost_steps * PAPER.t_iter_s / 3600.0
@@ -230,13 +235,14 @@ def test_the_time_of_a_method_is_all_there(outcomes):
 
 
 def test_the_report_has_all_points_and_says_where_somebody_else_is_ahead(outcomes):
-    found = tier_report.content(PAPER, TIER_SETS, outcomes)
+    report = tier_report.content(PAPER, TIER_SETS, {"stalls": outcomes})
+    assert report["interval_methods"] == ["gemini"]
+    found = report["charges"]["stalls"]
     assert len(found["points"]) == 2 * 2 * 7
-    assert found["interval_methods"] == ["gemini"]
     assert [row["mtbf_h"] for row in found["winners"]] == pytest.approx([1 / 6, 1.0])
     rows = found["against_interval_methods"]
     assert {row["method"] for row in rows} == set(tier_report.our_names(PAPER, TIER_SETS))
-    text = tier_report.markdown(found, "about")
+    text = tier_report.markdown(report, "about")
     for row in rows:
         where = f"{row['mtbf_h']:.3g} h ({100 * row['ahead']:+.2f} points, gemini: {row['decides']})"
         assert (where in text) == (row["ahead"] <= 0), row
@@ -244,3 +250,10 @@ def test_the_report_has_all_points_and_says_where_somebody_else_is_ahead(outcome
         row for row in found["as_measured_against_interval_methods"] if row["method"] == "layercheck"
     )
     assert steps["interval_steps"] == pytest.approx(106)
+
+
+def test_a_report_without_measured_ratios_says_which_are_missing(outcomes):
+    text = tier_report.markdown(tier_report.content(PAPER, TIER_SETS, {"stalls": outcomes}), "about")
+    assert "no ratio of step times of versions, lowdiff, gemini is known (`--step-ratio`)" in text
+    assert "# Charge: stalls" in text
+    assert "# Charge: slowdown" not in text
