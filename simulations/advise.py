@@ -10,11 +10,10 @@ from math import ceil
 
 import numpy as np
 
+from simulations.copies import Tier
 from simulations.costs import Costs
 from simulations.failures import FailureModel
-from simulations.lost import schedule_of_writes
 from simulations.protocols import (
-    MAX_EVENT_SHARE,
     Point,
     charged_closed_form,
     closed_form,
@@ -22,6 +21,8 @@ from simulations.protocols import (
     operating_point,
 )
 from simulations.replay_policy import COMMIT_DELAY_STEPS, Replayed, figures, replay, with_settings
+from simulations.schedules import schedule_of_writes
+from simulations.tiers import MAX_EVENT_SHARE
 from simulations.trace import Trace
 
 FULL_EVENT_SHARE = 0.001
@@ -157,8 +158,8 @@ def _point_of(name: str, costs: Costs, done: Replayed, interval_steps: float) ->
     more = cost.mean_interval_steps / interval_steps
     stall_s = cost.stall_fixed_s + (cost.stall_s - cost.stall_fixed_s) * more
     method = cost.method(name, costs.t_iter_s).at(1, stall_s)
-    schedule = schedule_of_writes(done.written[after], numel, COMMIT_DELAY_STEPS)
-    return Point("own_optimum", method, cost.source, interval_steps, costs.gpus, schedule)
+    versions = Tier("storage", schedule_of_writes(done.written[after], numel, COMMIT_DELAY_STEPS))
+    return Point("own_optimum", method, cost.source, interval_steps, costs.gpus, (versions,))
 
 
 def _settings(

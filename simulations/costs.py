@@ -3,10 +3,13 @@
 Written by `python -m simulations.measure methods`; a run's own folder gives one too (`run_costs.py`), and
 `paper` is the labelled preset. Units are in the names: `_s` seconds, `_steps` optimizer steps, `_bytes`
 bytes. A method without `source` is refused: a figure that nobody vouches for is no cost.
+
+Within a `format_version` fields with a default may be added; it changes when one goes or changes its meaning.
 """
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,7 +22,11 @@ from simulations.methods import Method, Recovery
 FORMAT_VERSION = 1
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Steps = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AddedSeconds = Annotated[float, Field(allow_inf_nan=False)]
+"""May be negative: a difference of two measurements that is smaller than their noise."""
 Source = Literal["measured", "derived", "paper"]
+Copied = Literal["versions", "residuals", "memory"]
+"""As what a composite method copies its state."""
 
 
 class _Record(BaseModel):
@@ -66,6 +73,11 @@ class MethodCosts(_Record):
         layers: for a method that restores layers of different ages: how old each one may be.
         s_max_steps: no layer is older.
         full_stall_s: visible stall of one copy of the full state, where there are such.
+        residual_stall_s: the same of residuals of the full state; None: by their bytes.
+        far_stall_s: of one copy that outlives `far_kinds`, beside the stall of its commit.
+        slowdown_s: what training loses to an event in all, background work included: (seconds of a step with
+            an event at every step / without any - 1) x t_iter_s; of a composite, to a step of its own rhythm.
+        copy_slowdown_s: of a composite: the same of an event that copies the full state as versions, ...
         measured: other measured figures (bytes, events, ...), kept for the reader.
         spread: standard deviation of any figure, by its name.
     """
@@ -84,6 +96,10 @@ class MethodCosts(_Record):
     layers: tuple[LayerCosts, ...] = ()
     s_max_steps: int | None = Field(None, ge=1)
     full_stall_s: Seconds | None = None
+    residual_stall_s: Seconds | None = None
+    far_stall_s: Seconds = 0.0
+    slowdown_s: AddedSeconds | None = None
+    copy_slowdown_s: dict[Copied, AddedSeconds] = {}
     commit_delay_s: Seconds = 0.0
     """From the end of the stall until the copy counts."""
     note: str = ""
@@ -96,6 +112,8 @@ class MethodCosts(_Record):
             raise ValueError(f"interval_steps={self.interval_steps} must be 1 for commits='every_step'")
         if self.stall_fixed_s > self.stall_s:
             raise ValueError(f"stall_fixed_s={self.stall_fixed_s:g} is more than stall_s={self.stall_s:g}")
+        if self.copy_slowdown_s and not self.layers:
+            raise ValueError(f"copy_slowdown_s={self.copy_slowdown_s} needs layers: it is of a composite")
         return self
 
     @property
@@ -107,7 +125,10 @@ class MethodCosts(_Record):
         return total / sum(layer.numel / layer.interval_steps for layer in self.layers)
 
     def method(self, name: str, t_iter_s: float) -> Method:
-        """As the engines read it, at the interval at which it was measured."""
+        """As the engines read it, at the interval at which it was measured.
+
+        The delay of a composite's copies is in their schedule: its steps go on whatever has been committed.
+        """
         process = self.recovery
         recovery = (process, self.recovery_node or process, self.recovery_cluster or process)
         first, second, third = (one.phases() for one in recovery)
@@ -115,10 +136,12 @@ class MethodCosts(_Record):
             name=name,
             t_iter_s=t_iter_s,
             interval_steps=self.interval_steps,
-            stall_s=self.stall_s,
+            stall_s=self.stall_s + (self.far_stall_s / self.far_every if self.far_every else 0.0),
             recovery=(first, second, third),
             far_every=self.far_every,
             far_kinds=self.far_kinds,
+            far_stall_s=self.far_stall_s,
+            delay_s=0.0 if self.layers else self.commit_delay_s,
         )
 
 
@@ -146,6 +169,22 @@ class Costs(_Record):
         composite = [cost.mean_interval_steps for cost in self.methods.values() if cost.layers]
         others = [float(cost.interval_steps) for cost in self.methods.values()]
         return max(1, round(composite[0] if composite else max(others)))
+
+
+def with_same_restart(costs: Costs) -> Costs:
+    """All methods with the mean detection and restart of all, after the death of a process.
+
+    Both are the work of the cluster, not of the method, and they scatter by more than methods differ.
+    """
+    mean = {
+        key: fmean(getattr(cost.recovery, key) for cost in costs.methods.values())
+        for key in ("detect_s", "restart_s")
+    }
+    methods = {
+        name: cost.model_copy(update={"recovery": cost.recovery.model_copy(update=mean)})
+        for name, cost in costs.methods.items()
+    }
+    return costs.model_copy(update={"methods": methods})
 
 
 def parse_costs(content: object, what: str) -> Costs:

@@ -28,10 +28,12 @@ class Method:
     Attributes:
         t_iter_s: seconds of one training step without checkpointing.
         interval_steps: steps per commit.
-        stall_s: visible stall per commit in seconds.
+        stall_s: visible stall per commit in seconds, its share of far copies included.
         recovery: for each of `KINDS`.
         far_every: commits per copy that survives the failures of `far_kinds`; 0 if every commit does.
         far_kinds: kinds of failure that destroy commits, so that the newest far copy has to do.
+        far_stall_s: what a far copy stalls more than another commit.
+        delay_s: from the end of the stall until a commit counts; a failure before that loses it.
     """
 
     name: str
@@ -41,11 +43,15 @@ class Method:
     recovery: tuple[Recovery, Recovery, Recovery]
     far_every: int = 0
     far_kinds: tuple[str, ...] = ()
+    far_stall_s: float = 0.0
+    delay_s: float = 0.0
 
     def __post_init__(self) -> None:
         positive(f"{self.name}.t_iter_s", self.t_iter_s)
         positive(f"{self.name}.interval_steps", self.interval_steps)
         not_negative(f"{self.name}.stall_s", self.stall_s)
+        not_negative(f"{self.name}.delay_s", self.delay_s)
+        not_negative(f"{self.name}.far_stall_s", self.far_stall_s)
         for kind, recovery in zip(KINDS, self.recovery, strict=True):
             for phase in ("detect_s", "restart_s", "load_s", "reconstruct_s"):
                 not_negative(f"{self.name}.{kind}.{phase}", getattr(recovery, phase))
@@ -65,9 +71,18 @@ class Method:
         return sum(part * recovery.total_s for part, recovery in zip(mix, self.recovery, strict=True))
 
     def at(self, interval_steps: int, stall_s: float | None = None) -> "Method":
-        """The same method with another interval."""
-        stall_s = self.stall_s if stall_s is None else stall_s
-        return replace(self, interval_steps=interval_steps, stall_s=stall_s)
+        """The same method with another interval; far copies stay as many steps apart."""
+        method = replace(self, interval_steps=interval_steps)
+        if stall_s is not None:
+            method = replace(method, stall_s=stall_s)
+        if not self.far_every:
+            return method
+        return method.stored(max(1, round(self.far_every * self.interval_steps / interval_steps)))
+
+    def stored(self, far_every: int) -> "Method":
+        """The same method, which has far copies, with one of them every `far_every` commits."""
+        more_s = self.far_stall_s * (1 / far_every - 1 / self.far_every)
+        return replace(self, far_every=far_every, stall_s=self.stall_s + more_s)
 
 
 def simple(name: str, tau_s: float, stall_s: float, recovery_s: float, interval_steps: int = 1) -> Method:

@@ -30,12 +30,14 @@ def ettr(
     law: LawName = "exponential",
     shape: float | None = None,
     failures_in_recovery: bool = True,
+    commit_delay_s: float = 0.0,
 ) -> float:
     """Long-run ETTR of one method under one failure law.
 
     Any renewal law (E[U] = M): without failures during recovery tau sum_{j>=1} P(U >= j c) / (M + R); with
     them (a failure during recovery begins it again) tau sum_{j>=1} P(U >= R + j c) / M. For the exponential
-    law the sums are geometric: tau / [(M + R)(exp(c/M) - 1)] and tau / [M exp(R/M)(exp(c/M) - 1)].
+    law the sums are geometric: tau / [(M + R)(exp(c/M) - 1)] and tau / [M exp(R/M)(exp(c/M) - 1)]. A commit
+    that counts d seconds after its stall moves every term by d.
 
     Args:
         tau_s: useful seconds per commit.
@@ -45,6 +47,7 @@ def ettr(
         law: of the time between failures.
         shape: Weibull k, P(U >= x) = exp(-(x / lam)^k), lam = M / Gamma(1 + 1/k); only for `weibull`.
         failures_in_recovery: failures may hit a recovery, too.
+        commit_delay_s: d, from the end of the stall until a commit counts.
 
     Raises:
         ConfigError: a time is negative, NaN or (tau, MTBF) zero, or law and shape do not fit.
@@ -55,7 +58,8 @@ def ettr(
     if mtbf_s == inf:
         return tau_s / (tau_s + stall_s)
     positive("mtbf_s", mtbf_s)
-    cycle_s, delay_s = tau_s + stall_s, recovery_s if failures_in_recovery else 0.0
+    cycle_s = tau_s + stall_s
+    delay_s = not_negative("commit_delay_s", commit_delay_s) + (recovery_s if failures_in_recovery else 0.0)
     elapsed_s = mtbf_s if failures_in_recovery else mtbf_s + recovery_s
     if law == "exponential":
         if shape is not None:
@@ -94,6 +98,7 @@ def empirical_ettr(
     recovery_s: float,
     gaps_s: Floats,
     failures_in_recovery: bool = True,
+    commit_delay_s: float = 0.0,
 ) -> float:
     """ETTR under the law of observed gaps, each equally likely.
 
@@ -105,8 +110,9 @@ def empirical_ettr(
         recovery_s: seconds from a failure to the first useful step.
         gaps_s: shape (n,), seconds between failures.
         failures_in_recovery: failures may hit a recovery, too.
+        commit_delay_s: from the end of the stall until a commit counts.
     """
-    delay_s = recovery_s if failures_in_recovery else 0.0
+    delay_s = commit_delay_s + (recovery_s if failures_in_recovery else 0.0)
     commits = np.floor(np.maximum(gaps_s - delay_s, 0.0) / (tau_s + stall_s)).mean()
     elapsed_s = gaps_s.mean() + (0.0 if failures_in_recovery else recovery_s)
     return float(tau_s * commits / elapsed_s)

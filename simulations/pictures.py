@@ -52,7 +52,7 @@ def _curve(panel: "Axes", outcomes: list[Outcome], name: str, colour: str, over_
     panel.plot(places, [one.ettr for one in outcomes], color=colour, label=name)
     low, high = ([one.ettr + sign * one.ettr_ci for one in outcomes] for sign in (-1, 1))
     panel.fill_between(places, low, high, color=colour, alpha=0.2)
-    if any(one.point.schedule is not None for one in outcomes):
+    if any(one.point.tiers for one in outcomes):
         charged = [one.charged for one in outcomes]
         panel.plot(places, charged, color=colour, linestyle="--", label=f"{name}, lost progress charged")
 

@@ -12,12 +12,13 @@ from math import ceil, sqrt
 import numpy as np
 import numpy.typing as npt
 
+from simulations.copies import lost_steps
 from simulations.costs import Costs
 from simulations.engines.booked import SECONDS
 from simulations.engines.segments import simulate_segments
 from simulations.failures import FailureModel, Failures, draw_failures
-from simulations.lost import lost_steps
 from simulations.protocols import PROTOCOLS, Point, Protocol, closed_form, operating_point
+from simulations.tiers import STORAGE, TierSet
 
 Floats = npt.NDArray[np.float64]
 MIN_LOST_SAMPLE = 2000
@@ -32,6 +33,7 @@ class Plan:
 
     Attributes:
         failures: law, repair, mix; its MTBF is replaced by each of `mtbf_s`.
+        tiers: a composite method is simulated with each of them.
     """
 
     costs: Costs
@@ -41,6 +43,7 @@ class Plan:
     first_seed: int = 0
     horizon_s: float = 30 * 86400.0
     protocols: tuple[Protocol, ...] = PROTOCOLS
+    tiers: tuple[TierSet, ...] = (STORAGE,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +98,19 @@ def cells_of(plan: Plan) -> list[tuple[Point, FailureModel, list[Cell]]]:
     for mtbf_s in plan.mtbf_s:
         failures = replace(plan.failures, mtbf_s=mtbf_s)
         for protocol in plan.protocols:
-            for name in plan.costs.methods:
-                point = operating_point(name, plan.costs, protocol, failures)
+            for point in _points(plan, protocol, failures):
                 blocks = [seeds[at : at + SEEDS_PER_CELL] for at in range(0, len(seeds), SEEDS_PER_CELL)]
                 cells = [Cell(point, failures, block, plan.horizon_s, per_seed) for block in blocks]
                 found.append((point, failures, cells))
     return found
+
+
+def _points(plan: Plan, protocol: Protocol, failures: FailureModel) -> list[Point]:
+    return [
+        operating_point(name, plan.costs, protocol, failures, tiers)
+        for name, cost in plan.costs.methods.items()
+        for tiers in (plan.tiers if cost.layers else (STORAGE,))
+    ]
 
 
 def run_here(cells: list[Cell]) -> Iterable[CellResult]:
@@ -125,13 +135,14 @@ def run_cell(cell: Cell) -> CellResult:
 
 def _run_seed(cell: Cell, seed: int) -> tuple[list[float], float, float, float]:
     drawn = _drawn(cell.failures, cell.horizon_s, seed)
-    method, schedule = cell.point.method, cell.point.schedule
+    method, tiers = cell.point.method, cell.point.tiers
     segments = simulate_segments(method, drawn, cell.horizon_s, cell.failures.in_recovery)
     seconds = [getattr(segments.booked, name) for name in SECONDS]
     lost = np.empty(0)
-    if schedule is not None:
+    if tiers:
         stretches = segments.commits[:-1] * method.interval_steps
-        lost = lost_steps(schedule, stretches, seed, cell.lost_per_seed)
+        kinds = drawn.kind[: len(stretches)]
+        lost = lost_steps(tiers, stretches, kinds, seed, cell.lost_per_seed)
     return seconds, segments.booked.num_failures, float(lost.mean()) if len(lost) else 0.0, len(lost)
 
 

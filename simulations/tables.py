@@ -86,7 +86,7 @@ def table(outcomes: Sequence[Outcome], protocol: Protocol) -> str:
 
 def _cell(outcome: Outcome) -> str:
     text = f"{100 * outcome.ettr:.2f} +- {100 * outcome.ettr_ci:.2f}"
-    charged = f" ({100 * outcome.charged:.1f})" if outcome.point.schedule is not None else ""
+    charged = f" ({100 * outcome.charged:.1f})" if outcome.point.tiers else ""
     return f"{text}{charged} /{outcome.point.interval_steps:.0f}"
 
 

@@ -76,6 +76,7 @@ PURE = {
     "layercheck.tracking.unsaved",
     "layercheck.tracking.versions",
     "layercheck.tracking.warmup",
+    "simulations.charges",
     "simulations.comparison.arms",
     "simulations.comparison.as_costs",
     "simulations.comparison.block",

@@ -2,6 +2,8 @@
 
 `none` is no entry: it has no commits, and its step is `t_iter_s`. LowDiff commits at every step: its stall is
 per step, bases included where one fell into the measured steps. A recovery is that at matched freshness.
+GEMINI's copies count when the peer has them, copies beside training when they are durable. `slowdown_s` is
+from the regime in which every method decides or saves at every step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,7 @@ _EVERY_STEP = (OURS, "lowdiff_topk", "lowdiff_dense")
 def costs_of(
     blocks: Sequence[Block],
     figures: Mapping[str, MethodFigures],
+    at_every_step: Mapping[str, MethodFigures],
     timed: Mapping[str, Sequence[Recovered]],
     t_iter: Spread,
     machine: str,
@@ -28,13 +31,16 @@ def costs_of(
     Args:
         blocks: all of them.
         figures: of the regime `own`.
+        at_every_step: of the regime `every_step`.
         timed: recoveries by method.
         t_iter: a step without checkpointing.
         machine: in words.
         model: in words.
     """
     methods = {
-        name: _method(name, each, timed[name], t_iter.value, blocks)
+        name: _method(name, each, timed[name], t_iter.value, blocks).model_copy(
+            update={"slowdown_s": _slowdown_s(at_every_step.get(name), t_iter.value)}
+        )
         for name, each in figures.items()
         if name != REFERENCE and name in timed
     }
@@ -57,6 +63,7 @@ def _method(
     interval = 1 if every_step else max(1, round(figures.facts.get("interval_steps", 1)))
     commit_s = figures.facts.get("commit_s", 0.0)
     in_memory = name == "gemini"
+    exchange_s = figures.facts.get("copy_s", 0.0) + figures.facts.get("exchange_s", 0.0)
     beside = not every_step and not in_memory and name != "deepspeed"
     return MethodCosts(
         source="measured",
@@ -65,7 +72,7 @@ def _method(
         stall_fixed_s=_fixed_s(name, figures, blocks),
         interval_steps=interval,
         min_interval_steps=max(1, ceil(commit_s / t_iter_s)) if beside else 1,
-        commit_delay_s=commit_s if beside else 0.0,
+        commit_delay_s=exchange_s if in_memory else commit_s if beside else 0.0,
         recovery=_recovery(timed),
         far_every=_far_every(figures, interval) if in_memory else 0,
         far_kinds=("cluster",) if in_memory else (),
@@ -91,6 +98,11 @@ def _fixed_s(name: str, figures: MethodFigures, blocks: Sequence[Block]) -> floa
         for stall_s in block.stall_s
     )
     return min(stalls_s[len(stalls_s) // 10], figures.stall_s.value)
+
+
+def _slowdown_s(figures: MethodFigures | None, t_iter_s: float) -> float | None:
+    """What an event at every step makes a step longer; None where that was not measured."""
+    return None if figures is None else (figures.end_to_end_ratio.value - 1) * t_iter_s
 
 
 def _recovery(timed: Sequence[Recovered]) -> RecoveryCosts:

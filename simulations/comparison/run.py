@@ -215,6 +215,7 @@ def write_results(order: Order, blocks: Sequence[Block], interval: int) -> dict[
     costs = costs_of(
         blocks,
         figures.regime(blocks, "own"),
+        figures.regime(blocks, "every_step"),
         figures.recoveries(blocks),
         figures.step_time(blocks),
         about["machine"],

@@ -2,7 +2,7 @@
 
 States, in the order in which a recovery walks through them:
 1. repair (only if the failure model draws one), 2. detect, 3. restart, 4. load, 5. reconstruct,
-6. training: whole steps, `interval_steps` of them and one stall make a commit.
+6. training: whole steps, `interval_steps` of them and one stall make a commit, which counts after its delay.
 A failure in any state ends it, throws away what was done since the last commit, and begins again at 1.
 """
 
@@ -81,7 +81,7 @@ def _segment(
         clock.book(cause, spent_s)
         left_s -= spent_s
     training_s, commits = left_s, 0
-    while training_s >= (commits + 1) * method.cycle_s:
+    while training_s >= (commits + 1) * method.cycle_s + method.delay_s:
         for _ in range(method.interval_steps):
             clock.book("useful_s", method.t_iter_s)
         clock.book("stall_s", method.stall_s)

@@ -1,9 +1,10 @@
 """[pure] Vectorised engine: all stretches between failures of one seed at once.
 
-A stretch of length u that begins with a recovery R holds n = floor((u - R)+ / c) commits, and (u - R)+ - n c
-seconds that are thrown away. Nothing else carries over from stretch to stretch, but for commits that die with
-a node: a failure that destroys commits takes (commits since the last such failure) mod `far_every` of them,
-because each such failure leaves the count at a multiple.
+A stretch of length u that begins with a recovery R holds n = floor((u - R - d)+ / c) commits that count,
+which they do from d after their stall on, and (u - R)+ - n c seconds that are thrown away. Nothing else
+carries over from stretch to stretch, but for commits that die with a node: a failure that destroys commits
+takes (commits since the last such failure) mod `far_every` of them, because each such failure leaves the
+count at a multiple.
 """
 
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def simulate_segments(
         length_s, recovery_s = _with_recoveries(length_s, recovery_s, horizon_s)
     count = len(length_s) - 1
     training_s = np.maximum(length_s - recovery_s, 0.0)
-    commits = np.floor(training_s / method.cycle_s)
+    commits = np.floor(np.maximum(training_s - method.delay_s, 0.0) / method.cycle_s)
     training_s -= commits * method.cycle_s
     num_commits, gone = int(commits.sum()), _gone(method, failures.kind[:count], commits)
     booked = Booked(

@@ -94,7 +94,12 @@ BLOCKS = [
         0,
         0.1,
         written=Written(10, 0, 0, 0),
-        facts={"interval_steps": 1.0, "storage_every_steps": 1000.0},
+        facts={
+            "interval_steps": 1.0,
+            "storage_every_steps": 1000.0,
+            "copy_s": 0.05,
+            "exchange_s": 0.3,
+        },
     ),
     killed("none", Recovered(0.0, 9.0, 0.0, 0.0, 0.0, 0.0, 0)),
     killed("layercheck", recovered(0.5)),
@@ -249,9 +254,8 @@ def test_blocks_survive_json() -> None:
 
 @pytest.fixture
 def costs(tmp_path: Path) -> Any:
-    found = costs_of(
-        BLOCKS, figures.regime(BLOCKS, "own"), figures.recoveries(BLOCKS), figures.step_time(BLOCKS), "m", "x"
-    )
+    regimes = (figures.regime(BLOCKS, name) for name in ("own", "every_step"))
+    found = costs_of(BLOCKS, *regimes, figures.recoveries(BLOCKS), figures.step_time(BLOCKS), "m", "x")
     (tmp_path / "costs.json").write_text(found.model_dump_json())
     return load_costs(str(tmp_path))
 
@@ -272,6 +276,16 @@ def test_stalls_are_told_per_commit(costs: Any) -> None:
     assert costs.methods["deepspeed"].interval_steps == 5
 
 
+def test_a_slowdown_is_what_an_event_at_every_step_makes_a_step_longer(costs: Any) -> None:
+    """DeepSpeed was measured at its own interval alone."""
+    found = figures.regime(BLOCKS, "every_step")
+    expected = {name: (found[name].end_to_end_ratio.value - 1) * 1.5 for name in found if name != "none"}
+    slowdowns_s = {name: cost.slowdown_s for name, cost in costs.methods.items()}
+    assert slowdowns_s.pop("deepspeed") is None
+    assert slowdowns_s == pytest.approx(expected)
+    assert expected["gemini"] > 0
+
+
 def test_a_layer_that_was_not_written_is_as_old_as_the_steps_are_many(costs: Any) -> None:
     intervals = {layer.name: layer.interval_steps for layer in costs.methods["layercheck"].layers}
     assert intervals == {"layers.0": 10, "layers.1": 20}
@@ -285,6 +299,8 @@ def test_the_recovery_of_the_costs_has_no_replay(costs: Any) -> None:
 def test_gemini_comes_back_from_the_storage_only_after_the_loss_of_all(costs: Any) -> None:
     assert (costs.methods["gemini"].far_every, costs.methods["gemini"].far_kinds) == (1000, ("cluster",))
     assert costs.methods["deepspeed"].far_kinds == ()
+    delays_s = {name: costs.methods[name].commit_delay_s for name in ("gemini", "deepspeed")}
+    assert delays_s == pytest.approx({"gemini": 0.35, "deepspeed": 0.0}), "when the peer has it; at once"
 
 
 # ---------------------------------------------------------------- arms

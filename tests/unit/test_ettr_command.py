@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from simulations import ettr, recommend
+from simulations.charges import MEANING
 from tests.recorded import record_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,6 +86,59 @@ def test_a_cluster_is_swept_from_eight_to_131072_devices(tmp_path):
     )
 
 
+def test_tiers_leave_who_is_ahead_where_and_why(tmp_path, capsys):
+    assert ettr.main([*SMALL, "--points", "2", "--tiers", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "layercheck_memory_each_step: " in said
+    found = json.loads((tmp_path / "ettr-tiers.json").read_text())
+    mine = found["charges"]["stalls"]
+    assert len(mine["winners"]) == 2
+    assert len(mine["against_interval_methods"]) == 2 * 5
+    assert json.loads((tmp_path / "ettr.json").read_text())["mix"] == pytest.approx(
+        [63 / 419, 321 / 419, 35 / 419]
+    )
+    text = (tmp_path / "ettr-tiers.md").read_text()
+    assert "Failures: process 15.0 %, node 76.6 %, cluster 8.4 %, exponential." in text
+    assert (tmp_path / "ettr-tiers-stalls.png").stat().st_size > 1000
+    names = {row["method"] for row in pq.read_table(tmp_path / "ettr.parquet").to_pylist()}
+    assert names == {row["method"] for row in mine["points"]}
+
+
+RATIOS = ["--step-ratio", "gemini=1.07", "lowdiff=0.9", "versions=1.2"]
+"""As if they had been measured."""
+
+
+def test_of_tiers_the_mix_the_replicas_and_the_measured_ratios_are_the_users(tmp_path, capsys):
+    options = ["--same-restart", "--mix", "0.2,0.5,0.3", "--no-replicas", "--no-pictures", *RATIOS]
+    assert ettr.main([*SMALL, "--points", "2", "--tiers", *options, "--out", str(tmp_path)]) == 0
+    settings = json.loads((tmp_path / "ettr.json").read_text())
+    assert (settings["mix"], settings["charge"]) == ([0.2, 0.5, 0.3], "stalls")
+    found = json.loads((tmp_path / "ettr-tiers.json").read_text())
+    assert list(found["charges"]) == ["stalls", "slowdown"]
+    assert not any(one["replicas"] for one in found["tiers"])
+    assert not list(tmp_path.glob("ettr-tiers*.png"))
+    ratios = {one["name"]: one["ratio"] for one in found["events"] if one["ratio"]}
+    assert ratios == pytest.approx({"gemini": 1.07, "lowdiff": 0.9, "layercheck: versions": 1.2})
+    text = (tmp_path / "ettr-tiers.md").read_text()
+    assert "| lowdiff | 430.65 | 0.900 | 430.65 | a ratio below 1 is noise: visible stall |" in text
+    for name in ("stalls", "slowdown"):
+        assert f"# Charge: {name}\n\n{MEANING[name]}" in text
+    assert "charged by slowdown, lost progress too" in capsys.readouterr().out
+
+
+def test_the_charge_that_is_asked_for_is_the_one_of_the_table(tmp_path):
+    for charge in ("stalls", "slowdown"):
+        options = [*RATIOS, "--charge", charge, "--tiers", "--no-pictures", "--points", "1"]
+        assert ettr.main([*SMALL, *options, "--out", str(tmp_path / charge)]) == 0
+    found = [json.loads((tmp_path / name / "ettr-tiers.json").read_text()) for name in ("stalls", "slowdown")]
+    assert found[0]["charges"] == found[1]["charges"]
+    for charge in ("stalls", "slowdown"):
+        rows = pq.read_table(tmp_path / charge / "ettr.parquet").to_pylist()
+        points = found[0]["charges"][charge]["points"]
+        assert [row["charged"] for row in rows] == [point["charged"] for point in points]
+        assert json.loads((tmp_path / charge / "ettr.json").read_text())["charge"] == charge
+
+
 def test_a_recommendation_is_printed_and_written(tmp_path, capsys):
     options = ["--costs", "paper", "--nodes", "1024", "--rate", "llama3", "--out", str(tmp_path)]
     assert recommend.main(options) == 0
@@ -104,6 +158,12 @@ def test_a_recommendation_is_printed_and_written(tmp_path, capsys):
         (ettr.main, ["--costs", "paper", "--seeds", "0"], "seeds=0"),
         (ettr.main, ["--costs", "paper", "--mix", "0.5,0.2,0.2"], "mix="),
         (ettr.main, ["--costs", "paper", "--repair", "0", "1"], "repair mean_s=0"),
+        (ettr.main, ["--costs", "paper", "--no-replicas"], "--no-replicas means nothing without --tiers"),
+        (ettr.main, ["--costs", "paper", "--step-ratio", "memory=2"], "--step-ratio means nothing"),
+        (ettr.main, ["--costs", "paper", "--tiers", "--step-ratio", "memory"], "step-ratio 'memory'"),
+        (ettr.main, ["--costs", "paper", "--tiers", "--step-ratio", "x=2"], "step-ratio 'x' is none of"),
+        (ettr.main, ["--costs", "paper", "--charge", "slowdown"], "ratio of versions, lowdiff, gemini"),
+        (ettr.main, ["--costs", "paper", "--no-replicas"], "--no-replicas means nothing"),
         (recommend.main, ["--costs", "paper", "--mtbf-h", "0"], "mtbf_h=0"),
         (recommend.main, ["--costs", "paper"], "--mtbf-h, or --nodes"),
         (recommend.main, ["--costs", "paper", "--mtbf-h", "1", "--trace", "absent"], "holds no run"),

@@ -8,7 +8,7 @@ from layercheck.errors import ConfigError
 from layercheck.persistence.storage import LocalStorage
 from layercheck.tracking.metrics_log import METRICS, PartWriter
 from simulations.cluster_view import RESTARTS, Scaling, parse_mix, parse_rate
-from simulations.costs import Costs, load_costs, parse_costs
+from simulations.costs import Costs, load_costs, parse_costs, with_same_restart
 from tests.runs import LAYERS
 from tests.stores import RealRun
 
@@ -23,6 +23,20 @@ def content(**method: object) -> dict:
     one = {"source": "measured", "commits": "interval", "stall_s": 1.0, "recovery": RECOVERY} | method
     one = {key: value for key, value in one.items() if value is not None}
     return {"format_version": 1, "title": "t", "t_iter_s": 2.0, "methods": {"one": one}}
+
+
+def test_detection_and_restart_can_be_those_of_all():
+    costs = parse_costs(content(), "x")
+    other = costs.methods["one"].model_copy(
+        update={
+            "recovery": costs.methods["one"].recovery.model_copy(update={"detect_s": 3.0, "restart_s": 8.0})
+        }
+    )
+    both = costs.model_copy(update={"methods": {"one": costs.methods["one"], "two": other}})
+    for cost in with_same_restart(both).methods.values():
+        assert cost.recovery.model_dump() == {
+            "detect_s": 2.0, "restart_s": 5.0, "load_s": 3.0, "reconstruct_s": 4.0
+        }  # fmt: skip
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):

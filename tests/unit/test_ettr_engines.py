@@ -34,6 +34,7 @@ methods = st.builds(
     recovery=st.tuples(recoveries, recoveries, recoveries),
     far_every=st.integers(0, 5),
     far_kinds=st.sampled_from([(), ("cluster",), ("node", "cluster")]),
+    delay_s=st.sampled_from([0.0, 3.0, 150.0]),
 )
 models = st.builds(
     FailureModel,

@@ -1,15 +1,11 @@
-"""Progress that a composite recovery loses: what each layer had learnt since its own last version.
+"""Schedules: when the layers of a composite method are written, and how old that leaves them.
 
-A composite replays nothing, so its ETTR is silent about this; here it is charged. Layer l of weight w_l (part
-of all elements) loses min(age_l, n) steps at a failure that comes n steps after the last recovery: what was
-lost before cannot be lost again, so the sum over all failures never exceeds the steps that were run. Drift is
-carried over a recovery, so layers are written as in a run without failures: the schedule counts steps and
-knows of no failure.
+A composite replays nothing, so its ETTR is silent about what each layer had learnt since its own last copy.
+`copies.py` charges it.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import exp
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +13,6 @@ import numpy.typing as npt
 from simulations.costs import MethodCosts
 
 Floats = npt.NDArray[np.float64]
-_PHASES, _SAMPLE = 10, 11
-"""Streams of a seed, apart from those of the failures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +32,12 @@ class Schedule:
     writes: tuple[tuple[int, ...], ...]
     delay_steps: int = 0
     together: bool = False
+
+    @property
+    def per_step(self) -> float:
+        """Part of the full state that is written at a step."""
+        rows = zip(self.weights, self.periods, self.writes, strict=True)
+        return sum(weight * len(writes) / period for weight, period, writes in rows)
 
     def ages(self, steps: Floats, shifts: Floats) -> Floats:
         """Steps since the newest version.
@@ -71,46 +71,8 @@ def schedule_of(cost: MethodCosts, t_iter_s: float, factor: float = 1.0) -> Sche
     )
 
 
-def lost_steps(schedule: Schedule, stretches: Floats, seed: int, most: int) -> Floats:
-    """Size-weighted lost steps of a sample of failures.
-
-    Args:
-        schedule: when layers are written.
-        stretches: shape (n,), steps run between two recoveries, each ended by a failure.
-        seed: of the shifts and of the sample.
-        most: size of the sample; all failures if there are fewer.
-
-    Returns:
-        shape (min(n, most),).
-    """
-    steps = np.cumsum(stretches)
-    shifts = np.random.default_rng([seed, _PHASES]).random(len(schedule.weights))
-    if schedule.together:
-        shifts[:] = shifts[0]
-    if len(stretches) > most:
-        chosen = np.random.default_rng([seed, _SAMPLE]).choice(len(stretches), most, replace=False)
-        stretches, steps = stretches[chosen], steps[chosen]
-    lost = np.minimum(schedule.ages(steps, shifts), stretches)
-    weighted: Floats = np.asarray(schedule.weights) @ lost
-    return weighted
-
-
-def expected_lost_steps(schedule: Schedule, cycle_s: float, recovery_s: float, mtbf_s: float) -> float:
-    """Mean lost steps of a failure, exponential law.
-
-    A failure finds a layer at an age drawn evenly from its schedule, and n steps run with P(n >= k) =
-    exp(-(R + k c) / M): E[min(age, n)] = sum_{k>=1} P(age >= k) P(n >= k).
-    """
-    lost = 0.0
-    for weight, period, writes in zip(schedule.weights, schedule.periods, schedule.writes, strict=True):
-        older = _age_survival(period, writes, schedule.delay_steps)
-        k = np.arange(1, len(older) + 1, dtype=np.float64)
-        lost += weight * float((older * np.exp(-k * cycle_s / mtbf_s)).sum())
-    return lost * exp(-recovery_s / mtbf_s)
-
-
 @lru_cache(maxsize=4096)
-def _age_survival(period: int, writes: tuple[int, ...], delay_steps: int) -> Floats:
+def age_survival(period: int, writes: tuple[int, ...], delay_steps: int) -> Floats:
     """P(age >= k) for k = 1, 2, ... over all places in the period."""
     known = np.array([writes[-1] - period, *writes])
     places = np.arange(period)
