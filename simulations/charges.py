@@ -6,9 +6,10 @@ the measured ratio of step times with an event at every step / without any, and 
 stall. A ratio below 1 is noise: then the visible stall is all that is known.
 
 Of a composite R is that of the full state, copied at every step as versions, residuals, or to memory; where
-the last two are unknown they count as versions. What its steps were slower than its versions explain, at its
-own rhythm, is paid at every step. A far copy of a method that keeps commits in memory costs what writing
-beside training costs the cheapest method that does so, less what its commit costs: its copy is there already.
+the last two are unknown, their work beside training counts as that of versions. What its steps were slower
+than its versions explain, at its own rhythm, is paid at every step. A far copy of a method that keeps commits
+in memory costs what writing beside training costs the cheapest method that does so, less what its commit
+costs: its copy is there already.
 """
 
 from collections.abc import Mapping
@@ -143,10 +144,10 @@ def _composite(cost: MethodCosts) -> MethodCosts:
 def _states_s(cost: MethodCosts) -> dict[Copied, tuple[float, float]]:
     """What is copied -> visible stall of the full state, and what it is charged."""
     seen_s = {copied: copy_stall_s(cost, copied) for copied in COPIES}
-    versions_s = max(seen_s["versions"], cost.copy_slowdown_s["versions"])
+    hidden_s = max(0.0, cost.copy_slowdown_s["versions"] - seen_s["versions"])
     return {
-        copied: (seen_s[copied], max(seen_s[copied], cost.copy_slowdown_s.get(copied, versions_s)))
-        for copied in COPIES
+        copied: (stall_s, max(stall_s, cost.copy_slowdown_s.get(copied, stall_s + hidden_s)))
+        for copied, stall_s in seen_s.items()
     }
 
 
@@ -170,7 +171,11 @@ def event_costs(costs: Costs) -> list[EventCost]:
         if cost.layers:
             for copied, (seen_s, state_s) in _states_s(before).items():
                 added_s = before.copy_slowdown_s.get(copied)
-                otherwise = "visible stall" if added_s is not None or state_s == seen_s else "as versions"
+                otherwise = (
+                    "visible stall"
+                    if added_s is not None or state_s == seen_s
+                    else "hides as much as versions"
+                )
                 found.append(_event(f"{name}: {copied}", seen_s, added_s, state_s, costs.t_iter_s, otherwise))
         if cost.far_stall_s:
             stored = EventCost(

@@ -226,7 +226,7 @@ def expected_lost_steps(
 def _older_steps(schedule: Schedule, again: float) -> float:
     """sum_k P(age >= k) again^(k-1), weighted over the layers."""
     total = 0.0
-    for weight, period, writes in zip(schedule.weights, schedule.periods, schedule.writes, strict=True):
+    for weight, period, writes in schedule.kinds:
         older = age_survival(period, writes, schedule.delay_steps)
         total += weight * float(older @ again ** np.arange(len(older), dtype=np.float64))
     return total
@@ -253,7 +253,7 @@ def _steps_beside_memory(
         spared: l.
     """
     at_once = at_last = 0.0
-    for weight, period, writes in zip(residuals.weights, residuals.periods, residuals.writes, strict=True):
+    for weight, period, writes in residuals.kinds:
         older = age_survival(period, writes, residuals.delay_steps)
         ages = np.arange(1, len(older) + 1, dtype=np.float64)
         at_once += weight * begun * float(older @ step**ages)

@@ -39,6 +39,14 @@ class Schedule:
         rows = zip(self.weights, self.periods, self.writes, strict=True)
         return sum(weight * len(writes) / period for weight, period, writes in rows)
 
+    @property
+    def kinds(self) -> tuple[tuple[float, int, tuple[int, ...]], ...]:
+        """Weight, period and writes of all layers that are written alike."""
+        weights: dict[tuple[int, tuple[int, ...]], float] = {}
+        for weight, kind in zip(self.weights, zip(self.periods, self.writes, strict=True), strict=True):
+            weights[kind] = weights.get(kind, 0.0) + weight
+        return tuple((weight, period, writes) for (period, writes), weight in weights.items())
+
     def ages(self, steps: Floats, shifts: Floats) -> Floats:
         """Steps since the newest version.
 

@@ -277,13 +277,11 @@ def test_stalls_are_told_per_commit(costs: Any) -> None:
 
 
 def test_a_slowdown_is_what_an_event_at_every_step_makes_a_step_longer(costs: Any) -> None:
-    """DeepSpeed was measured at its own interval alone."""
     found = figures.regime(BLOCKS, "every_step")
     expected = {name: (found[name].end_to_end_ratio.value - 1) * 1.5 for name in found if name != "none"}
     slowdowns_s = {name: cost.slowdown_s for name, cost in costs.methods.items()}
-    assert slowdowns_s.pop("deepspeed") is None
+    assert slowdowns_s.pop("deepspeed") is None, "it was measured at its own interval alone"
     assert slowdowns_s == pytest.approx(expected)
-    assert expected["gemini"] > 0
 
 
 def test_a_layer_that_was_not_written_is_as_old_as_the_steps_are_many(costs: Any) -> None:

@@ -174,15 +174,17 @@ def test_what_all_failures_lose_is_less_than_what_was_run(mtbf_s):
 
 MIX = (0.3, 0.5, 0.2)
 RARE = Tier("storage", replace(SCHEDULE, periods=(80, 56, 96), writes=((0,), (0, 24), (16, 40, 88))))
+SELDOM = replace(RARE, schedule=replace(RARE.schedule, periods=(1000, 1400, 1200), writes=((0,),) * 3))
+"""Beside residuals, whose closed form leaves usual versions out."""
 OFTEN = replace(
-    RESIDUALS, schedule=replace(RESIDUALS.schedule, periods=(12, 9, 15), delay_steps=2), after_memory_steps=6
+    RESIDUALS, schedule=replace(RESIDUALS.schedule, periods=(12, 9, 15), delay_steps=4), after_memory_steps=6
 )
 
 
 @pytest.mark.parametrize(("mtbf_s", "part"), [(60.0, 0.06), (600.0, 0.02), (6000.0, 0.02)])
 @pytest.mark.parametrize(
     "tiers",
-    [STORAGE, (RARE, MEMORY), (RARE, MEMORY, PEER), (RARE, OFTEN, MEMORY), (RARE, OFTEN, MEMORY, PEER)],
+    [STORAGE, (RARE, MEMORY), (RARE, MEMORY, PEER), (SELDOM, OFTEN, MEMORY), (SELDOM, OFTEN, MEMORY, PEER)],
     ids=("storage", "memory", "replicas", "residuals-memory", "residuals-replicas"),
 )
 def test_the_mean_of_many_failures_is_the_expected_one(tiers, part, mtbf_s):
