@@ -144,7 +144,7 @@ def _composite(cost: MethodCosts) -> MethodCosts:
 def _states_s(cost: MethodCosts) -> dict[Copied, tuple[float, float]]:
     """What is copied -> visible stall of the full state, and what it is charged."""
     seen_s = {copied: copy_stall_s(cost, copied) for copied in COPIES}
-    hidden_s = max(0.0, cost.copy_slowdown_s["versions"] - seen_s["versions"])
+    hidden_s = cost.copy_slowdown_s["versions"] - seen_s["versions"]
     return {
         copied: (stall_s, max(stall_s, cost.copy_slowdown_s.get(copied, stall_s + hidden_s)))
         for copied, stall_s in seen_s.items()

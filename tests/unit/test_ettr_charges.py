@@ -61,6 +61,9 @@ def test_copies_whose_ratio_is_unknown_hide_as_much_as_versions_and_none_costs_l
     assert (ours.residual_stall_s, ours.full_stall_s) == pytest.approx(
         (11 * T_ITER_S - STATE_S * 2 / 3, 11 * T_ITER_S)
     )
+    costs = with_step_ratios(PAPER, {"gemini": 1.0, "lowdiff": 1.0, "versions": 1.0})
+    ours = charged(costs, "slowdown").methods["layercheck"]
+    assert (ours.residual_stall_s, ours.full_stall_s) == pytest.approx((STATE_S / 3, STATE_S))
     ours = slowed(versions=1.0, residuals=0.5, memory=0.9).methods["layercheck"]
     assert ours.stall_s == pytest.approx(OURS.stall_s)
     assert (ours.residual_stall_s, ours.full_stall_s) == pytest.approx((STATE_S / 3, STATE_S))

@@ -203,6 +203,14 @@ def test_the_mean_of_many_failures_is_the_expected_one(tiers, part, mtbf_s):
     assert abs(np.mean(found) - expected) < 4 * error + (part * expected if len(tiers) > 1 else 1e-9)
 
 
+def test_layers_that_are_written_alike_count_with_their_weights():
+    alike = Schedule((0.5, 0.2, 0.3), (10, 7, 10), ((0,), (0, 3), (0,)), delay_steps=2)
+    as_one = Schedule((0.8, 0.2), (10, 7), ((0,), (0, 3)), delay_steps=2)
+    assert alike.kinds == as_one.kinds
+    found = [expected_lost_steps((Tier("storage", each),), 4.5, 15.0, 60.0, MIX) for each in (alike, as_one)]
+    assert found[0] == pytest.approx(found[1])
+
+
 def test_a_sample_stands_for_all_failures():
     rng = np.random.default_rng(2)
     drawn = list(zip(rng.integers(1, 60, 40_000), rng.choice(3, 40_000, p=MIX), strict=True))
