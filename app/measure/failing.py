@@ -13,15 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.measure.waits import LIMIT_S, wait_for
 from app.step_log import LoggedStep, read_lives
 from cluster.private_run import PrivateRun
-from layercheck.errors import LayerCheckError
 
-LIMIT_S = 240.0
-"""Longest wait for anything: the first step, a new group, a step after a recovery."""
 SETTLE_STEPS = 5
 """Steps after a restart that may take longer than others; what they take longer is part of the recovery."""
-_LOOK_S = 0.1
 _NUM_WORKERS = 2
 
 Life = tuple[LoggedStep, ...]
@@ -84,10 +81,13 @@ class FailingRun:
         Raises:
             LayerCheckError: the run ended by itself, or made no step within `LIMIT_S`.
         """
-        self._wait(lambda: self._newest_step() >= max(1, self._begin_step), f"step {self._begin_step}")
+        wait_for(
+            self._run, lambda: self._newest_step() >= max(1, self._begin_step), f"step {self._begin_step}"
+        )
         begin_s = self._seen().begin_s
         for number, after_s in enumerate(times_s, start=1):
-            self._wait(
+            wait_for(
+                self._run,
                 lambda until=begin_s + after_s: time.monotonic() >= until,  # type: ignore[misc]
                 f"second {after_s:.0f}",
                 after_s + LIMIT_S,
@@ -113,7 +113,9 @@ class FailingRun:
             LayerCheckError: as `kill_at`.
         """
         until = self._begin_step + steady_steps
-        self._wait(lambda: self._newest_step() >= until, f"step {until}", LIMIT_S + 10 * steady_steps)
+        wait_for(
+            self._run, lambda: self._newest_step() >= until, f"step {until}", LIMIT_S + 10 * steady_steps
+        )
         for number in range(1, kills + 1):
             self._kill()
             self._wait_for_life(max(SETTLE_STEPS, steps_between))
@@ -123,7 +125,9 @@ class FailingRun:
     # ------------------------------------------------------------------ kills and waits
 
     def _kill(self) -> None:
-        self._wait(lambda: len(self._fresh()) == _NUM_WORKERS, "a worker group that was not killed yet")
+        wait_for(
+            self._run, lambda: len(self._fresh()) == _NUM_WORKERS, "a worker group that was not killed yet"
+        )
         group = self._fresh()
         self._hit.update(group)
         os.kill(self._rng.choice(group), signal.SIGKILL)
@@ -139,22 +143,7 @@ class FailingRun:
             lives = self._seen().lives
             return lives[-1][0].begin_s > self._kills_s[-1] and len(lives[-1]) >= steps
 
-        self._wait(is_back, f"{steps} steps after the kill")
-
-    def _wait(self, is_there: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
-        deadline = time.monotonic() + limit_s
-        while not is_there():
-            code = self._run.driver_ended()
-            if code is not None:
-                raise LayerCheckError(
-                    f"the run ended by itself with code {code} while {what} was waited for: "
-                    f"{self._run.last_words()}"
-                )
-            if time.monotonic() > deadline:
-                raise LayerCheckError(
-                    f"waited {limit_s:.0f} s in vain for {what}; the run's log ends: {self._run.last_words()}"
-                )
-            time.sleep(_LOOK_S)
+        wait_for(self._run, is_back, f"{steps} steps after the kill")
 
     def _newest_step(self) -> int:
         lives = self._seen().lives

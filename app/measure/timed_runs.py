@@ -4,18 +4,16 @@ Two nodes on this machine: a method that keeps copies in the memory of a peer ne
 are to run on the same cluster.
 """
 
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+from app.measure.waits import wait_for_end
 from app.step_log import LoggedStep, read_lives
 from cluster.head import PrivateHead, start_head, start_node
 from cluster.private_run import PrivateRun
-from layercheck.errors import LayerCheckError
 
 WORLD_SIZE = 2
-_LOOK_S = 0.2
 _START_LIMIT_S = 300.0
 _STEP_LIMIT_S = 20.0
 """A run may take so long to start, and so long a step, before it is given up."""
@@ -62,7 +60,7 @@ class TimedRuns:
         limit_s = _START_LIMIT_S + _STEP_LIMIT_S * steps
         try:
             run.start()
-            _wait(run, limit_s)
+            wait_for_end(run, limit_s)
         finally:
             run.stop()
         return TimedRun(run.storage / name, tuple(read_lives(log)))
@@ -74,15 +72,3 @@ class TimedRun:
     def __init__(self, folder: Path, lives: tuple[tuple[LoggedStep, ...], ...]) -> None:
         self.folder = folder
         self.lives = lives
-
-
-def _wait(run: PrivateRun, limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while (code := run.driver_ended()) is None:
-        if time.monotonic() > deadline:
-            raise LayerCheckError(
-                f"run {run.name} was not complete within {limit_s:.0f} s; its log ends: {run.last_words()}"
-            )
-        time.sleep(_LOOK_S)
-    if code:
-        raise LayerCheckError(f"run {run.name} ended with code {code}: {run.last_words()}")

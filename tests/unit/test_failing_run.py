@@ -17,6 +17,8 @@ BETWEEN_WORKERS_S = 1.0
 class PretendedRun:
     """Groups of two processes: there 5 and 6 s after a kill, and a step a second from 10 s on."""
 
+    name = "pretended"
+
     def __init__(self, folder: Path, clock: Clock) -> None:
         self.log, self.clock = folder / "steps", clock
         self.log.mkdir(parents=True)

@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from app.measure.memory.places import LIMIT_S, Place, wait
+from app.measure.memory.places import Place
 from app.measure.memory.spec import KilledRun, Outcome, Recovered
+from app.measure.waits import LIMIT_S, wait_for, wait_for_end
 from app.step_log import LoggedStep, read_lives
 from cluster.coordinator import normal_storage
 from cluster.locks import prepare_extensions
@@ -82,7 +83,7 @@ def _run(folder: Path, spec: KilledRun, say: Say) -> Outcome:
     prepare_extensions(folder / "storage" / spec.name)
     with Place(folder, spec.name, CONFIG, settings_of(spec, log), spec.what, spec.seed) as place:
         killed_at = [_kill(place, log, step, draw.uniform(*spec.moment), say) for step in spec.kills]
-        _wait_for_end(place, spec)
+        wait_for_end(place.run, LIMIT_S + _STEP_LIMIT_S * spec.steps)
     steps = [step for life in read_lives(log) for step in life]
     store = folder / "storage" / spec.name
     facts = open_both(str(store)).facts()
@@ -103,16 +104,16 @@ def _run(folder: Path, spec: KilledRun, say: Say) -> Outcome:
 def _kill(place: Place, log: Path, step: int, moment: float, say: Say) -> int:
     """Kills after a step, at a moment of the next; returns the last step. Waits for one of a new life."""
     limit_s = LIMIT_S + _STEP_LIMIT_S * step
-    wait(place, lambda: _newest(log).step >= step - 3, f"step {step - 3}", limit_s)
+    wait_for(place.run, lambda: _newest(log).step >= step - 3, f"step {step - 3}", limit_s)
     place.prepare()
-    wait(place, lambda: _newest(log).step >= step, f"step {step}", limit_s, _LOOK_S)
+    wait_for(place.run, lambda: _newest(log).step >= step, f"step {step}", limit_s, _LOOK_S)
     took_s = median(one.end_s - one.begin_s for one in read_lives(log)[-1][1:] or read_lives(log)[-1])
     time.sleep(max(0.0, _newest(log).end_s + moment * took_s - time.monotonic()))
     lives = len(read_lives(log))
     place.kill()
     last = _newest(log).step
     say(f"{place.run.name}: killed after step {last}")
-    wait(place, lambda: len(read_lives(log)) > lives, "a step after the kill")
+    wait_for(place.run, lambda: len(read_lives(log)) > lives, "a step after the kill")
     return last
 
 
@@ -120,16 +121,6 @@ def _newest(log: Path) -> LoggedStep:
     """The newest step of the newest life; step 0 before the first."""
     lives = read_lives(log)
     return lives[-1][-1] if lives else LoggedStep(0, 0.0, 0.0)
-
-
-def _wait_for_end(place: Place, spec: KilledRun) -> None:
-    deadline = time.monotonic() + LIMIT_S + _STEP_LIMIT_S * spec.steps
-    while (code := place.run.driver_ended()) is None:
-        if time.monotonic() > deadline:
-            raise LayerCheckError(f"run {spec.name} was not complete in time: {place.run.last_words()}")
-        time.sleep(10 * _LOOK_S)
-    if code:
-        raise LayerCheckError(f"run {spec.name} ended with code {code}: {place.run.last_words()}")
 
 
 # ------------------------------------------------------------------ what it left

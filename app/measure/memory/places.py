@@ -3,21 +3,17 @@
 import os
 import random
 import signal
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
 from app.measure.memory.spec import What
+from app.measure.waits import wait_for
 from cluster.head import PrivateHead, PrivateNode, start_head, start_node
 from cluster.private_run import PrivateRun
-from layercheck.errors import LayerCheckError
 
 NUM_WORKERS = 2
-_LOOK_S = 0.2
 _WORKER = "ray::RayTrainWorker"
-LIMIT_S = 240.0
 
 
 class Place:
@@ -59,7 +55,9 @@ class Place:
 
     def prepare(self) -> None:
         """Does what the next kill needs: workers that no kill has hit; a third node, where one is lost."""
-        wait(self, lambda: len(self._fresh()) == NUM_WORKERS, "a worker group that was not killed yet")
+        wait_for(
+            self.run, lambda: len(self._fresh()) == NUM_WORKERS, "a worker group that was not killed yet"
+        )
         if self._head is not None and len(self._nodes) == NUM_WORKERS:
             self._nodes.append(self._stack.enter_context(start_node(self._head, 1)))
 
@@ -86,30 +84,6 @@ class Place:
 
     def _workers_of(self, node: PrivateNode) -> list[int]:
         return [pid for pid in node.members() if _WORKER.encode() in _command_line(pid)]
-
-
-def wait(
-    place: Place, is_there: Callable[[], bool], what: str, limit_s: float = LIMIT_S, look_s: float = _LOOK_S
-) -> None:
-    """Looks every `look_s` while the run's driver lives.
-
-    Raises:
-        LayerCheckError: the run ended, or `limit_s` is over.
-    """
-    deadline = time.monotonic() + limit_s
-    while not is_there():
-        code = place.run.driver_ended()
-        if code is not None:
-            raise LayerCheckError(
-                f"run {place.run.name} ended with code {code} while {what} was waited for: "
-                f"{place.run.last_words()}"
-            )
-        if time.monotonic() > deadline:
-            raise LayerCheckError(
-                f"run {place.run.name}: waited {limit_s:.0f} s in vain for {what}; its log ends: "
-                f"{place.run.last_words()}"
-            )
-        time.sleep(_LOOK_S)
 
 
 def _command_line(pid: int) -> bytes:
