@@ -97,7 +97,7 @@ def frontier(
 
 
 def _row(
-    trace: Trace, samples: Samples, settings: dict[str, Any], point: tuple[int, int, int]
+    trace: Trace, samples: Samples, settings: dict[str, Any], point: tuple[int, int, float]
 ) -> dict[str, Any]:
     done = replay(trace, with_settings(trace.config, **settings))
     found = residual_figures(done)

@@ -19,7 +19,8 @@ def markdown(content: Mapping[str, Any]) -> str:
         f"Without residuals: a version every {conditions['interval']:g} steps was asked for, "
         f"{content['frontier'][0]['mean_interval_steps']:.0f} it was. `s_max` {conditions['s_max']}.",
         "",
-        f"## Real runs, {conditions['kills']} SIGKILLs each, after the same steps",
+        f"## Real runs, {len(conditions['kill_seeds'])} of each row with {conditions['kills']} SIGKILLs, "
+        "after the same steps in all rows",
         "",
         *_table(_REAL_HEAD, [_real_row(name, arms[name], content["predicted"][name]) for name in arms]),
         "",
@@ -92,7 +93,7 @@ def _frontier_row(row: Row) -> tuple[str, ...]:
         f"{row['bits'] or '-'}",
         f"{row['version']}",
         f"{row['mean_interval_steps'] or 0:.0f}",
-        f"{row['residual'] or '-'}",
+        f"{row['residual']:g}" if row["residual"] else "-",
         f"{interval:.1f}" if interval else "-",
         f"{row['bytes_share']:.3f}",
         f"{100 * row['distance_share']:.1f}",

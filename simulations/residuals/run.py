@@ -12,6 +12,7 @@ from typing import Any
 
 from app.measure.residuals.lives import make_base, run_lives
 from app.measure.residuals.notes import Notes, notes_of, read_samples
+from app.measure.residuals.regime import run_config
 from app.measure.residuals.spec import KilledRun, Recovered
 from layercheck.commands.store import open_both
 from layercheck.errors import ConfigError
@@ -25,7 +26,7 @@ from simulations.residuals.arms import (
     WITHOUT,
     Extent,
     chosen,
-    killed_run,
+    killed_runs,
     trace_run,
 )
 from simulations.residuals.figures import LOST, LOST_LESS, Written, arm_figures, needed, verdicts
@@ -45,7 +46,8 @@ def measure_residuals(out: Path, quick: bool, say: Say) -> dict[str, Any]:
     """Measures; returns the content of `<out>/residuals.json` without the frontier's rows.
 
     (1) A run without a failure is recorded, with samples of its weights. (2) By replay: the frontier.
-    (3) Three of its points and the run without residuals really run, each killed after the same steps.
+    (3) Three of its points and the run without residuals really run, each killed after the same steps, once
+    for each seed of these steps.
 
     Raises:
         ConfigError: the folder cannot be made.
@@ -56,19 +58,19 @@ def measure_residuals(out: Path, quick: bool, say: Say) -> dict[str, Any]:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the folder {runs}: {error.strerror}", path=str(runs)) from None
-    recorded, without = trace_run(extent), killed_run(extent, WITHOUT)
-    store, _ = _made(runs, [recorded, without], say)
+    recorded = trace_run(extent)
+    (store,) = _made(runs, [recorded, *killed_runs(extent, WITHOUT)], say)[:1]
     trace, samples = read_trace(str(store)), read_samples(notes_of(runs, recorded))
     rows = frontier(trace, samples, extent, lambda done, of: say(f"replayed {done}/{of}"))
     write_parquet(rows, out / "frontier.parquet")
-    points = chosen(rows[1:])
-    specs = {WITHOUT.name: without} | {point.name: killed_run(extent, point) for point in points}
-    stores = dict(zip(specs, _made(runs, specs.values(), say), strict=True))
-    recoveries = {name: Notes(notes_of(runs, spec)).recoveries() for name, spec in specs.items()}
-    written = {name: written_by(str(place), extent) for name, place in stores.items()}
+    points = (WITHOUT, *chosen(rows[1:]))
+    specs = {point.name: killed_runs(extent, point) for point in points}
+    _made(runs, [spec for of in specs.values() for spec in of], say)
+    recoveries = {name: _recoveries(runs, of) for name, of in specs.items()}
+    written = {name: _written(runs, of, extent) for name, of in specs.items()}
     content = {
         **_real(recoveries, written),
-        "predicted": {name: _predicted(rows, spec) for name, spec in specs.items()},
+        "predicted": {name: _predicted(rows, of[0]) for name, of in specs.items()},
         "movement": movement(trace, samples),
         "needed": {str(part): needed(rows[1:], part) for part in (LOST, LOST_LESS)},
         "loss": _losses(str(store), extent),
@@ -89,6 +91,17 @@ def _made(runs: Path, specs: Iterable[KilledRun], say: Say) -> list[Path]:
     make_base(runs, specs[0])
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda spec: run_lives(runs, spec, say), specs))
+
+
+def _recoveries(runs: Path, specs: Sequence[KilledRun]) -> list[Recovered]:
+    """Those of one point, run after run."""
+    return [one for spec in specs for one in Notes(notes_of(runs, spec)).recoveries()]
+
+
+def _written(runs: Path, specs: Sequence[KilledRun], extent: Extent) -> Written:
+    """By all runs of one point."""
+    of = [written_by(run_config(runs.absolute(), spec).run.folder, extent) for spec in specs]
+    return Written(sum(one.versions for one in of), sum(one.residuals for one in of))
 
 
 def written_by(store: str, extent: Extent) -> Written:
@@ -133,7 +146,7 @@ def _losses(store: str, extent: Extent) -> dict[str, float]:
     return {"first": mean(after[:_LOSS_STEPS]), "last": mean(after[-_LOSS_STEPS:])}
 
 
-def _conditions(trace: Trace, extent: Extent, specs: dict[str, KilledRun]) -> dict[str, Any]:
+def _conditions(trace: Trace, extent: Extent, specs: dict[str, list[KilledRun]]) -> dict[str, Any]:
     return {
         "ranks": 1,
         "parameters": sum(layer.numel for layer in trace.layer_map.trainable),
@@ -144,7 +157,8 @@ def _conditions(trace: Trace, extent: Extent, specs: dict[str, KilledRun]) -> di
         "interval": extent.interval,
         "s_max": extent.checkpoint["s_max"],
         "kills": extent.kills,
-        "checkpoint": {name: spec.checkpoint for name, spec in specs.items()},
+        "kill_seeds": extent.kill_seeds,
+        "checkpoint": {name: of[0].checkpoint for name, of in specs.items()},
         "machine": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
     }
