@@ -1,8 +1,8 @@
-"""How far a session runs beside the device: not at all on a CPU, one step on an accelerator."""
+"""What runs beside training: copies always; on an accelerator decisions too, one step later."""
 
 from dataclasses import dataclass
 
-from layercheck.persistence.copier import Copier, HostCopier, StreamCopier
+from layercheck.persistence.copier import Copier, StreamCopier, ThreadCopier
 from layercheck.zero3 import Zero3Engine
 
 
@@ -19,8 +19,13 @@ class Overlap:
     copier: Copier
 
 
-def overlap_of(zero3: Zero3Engine) -> Overlap:
-    """Where the fp32 partitions live on a device the host never waits for it; elsewhere nothing is gained."""
+def overlap_of(zero3: Zero3Engine, wait_s: float) -> Overlap:
+    """Where the fp32 partitions live on a device the host never waits for it.
+
+    Args:
+        zero3: the engine.
+        wait_s: limit of the host's wait for a copy in its own memory.
+    """
     if zero3.on_accelerator:
         return Overlap(lag=1, copier=StreamCopier(zero3.sub_groups[0].flat.device))
-    return Overlap(lag=0, copier=HostCopier())
+    return Overlap(lag=0, copier=ThreadCopier(wait_s))

@@ -112,7 +112,7 @@ class Session:
         self._storage, self._run_folder, self._coordinator = storage, run_folder, coordinator
         self._submission, self._rng = submission, rng
         self._recovered_rng: RngState | None = None
-        self._overlap = overlap_of(zero3)
+        self._overlap = overlap_of(zero3, config.storage_wait_s)
         self._bases = BaseCopies(config.residual.covers) if config.residual.enabled else None
         self.meter = DriftMeter(zero3, config.drift)
         self.watchdog = Watchdog(config.hang_s)

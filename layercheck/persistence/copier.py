@@ -1,19 +1,21 @@
-"""How live state gets into host buffers: at once, or queued on a side stream of an accelerator.
+"""How live state gets into host buffers: by a thread of its own, or on a side stream of an accelerator.
 
 States of the copies of one step:
 1. `copying` begins: what is copied is the state as all work queued so far leaves it (training thread).
 2. `copy` queues one copy; `mark` stands for all that were queued before it (training thread).
-3. `hold_back`, before the optimizer changes anything: the change comes after the last mark. The device waits,
-   the host does not; this wait is the visible stall (training thread).
+3. `hold_back`, before the optimizer changes anything: the change comes after the last mark. Host or device
+   waits, which is part of the visible stall (training thread).
 4. the writer reads a buffer only after `Copied.wait` (writer thread).
 
 Copies end in the order in which they were queued. So a buffer that is given back and filled again while an
 old copy into it is still queued ends up with the newer bytes.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -39,7 +41,7 @@ class Copier(Protocol):
     """See the module."""
 
     def copying(self) -> AbstractContextManager[None]:
-        """Surrounds the calls of `copy` and `mark` of one step."""
+        """Surrounds the calls of `copy` and `mark` of one step; what was not marked by then is given up."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -55,34 +57,90 @@ class Copier(Protocol):
         ...
 
     def take_stall_s(self) -> float:
-        """Seconds for which the device waited in `hold_back`, as far as known and not told before."""
+        """Seconds of waiting because of `hold_back`, as far as known and not told before."""
+        ...
+
+    def close(self) -> None:
+        """No copy follows; those that are queued are still made. Safe twice."""
         ...
 
 
-class _Done:
-    def wait(self, limit_s: float) -> None:
-        pass
+class ThreadCopier:
+    """For state in host memory: copies beside the next forward and backward, in one thread.
 
+    A copy that comes too late is lost, and training goes on: whoever waits for it is told.
 
-class HostCopier:
-    """For state in host memory: a copy is finished when `copy` returns."""
+    Args:
+        wait_s: limit of `hold_back`.
+    """
 
-    _done = _Done()
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="layercheck-copy")
+        self._queued: list[tuple[Tensor, Tensor]] = []
+        self._newest: _InThread | None = None
+        self._update = _NextUpdate()
+        self._stall_s = 0.0
 
-    def copying(self) -> AbstractContextManager[None]:  # noqa: D102
-        return nullcontext()
+    @contextmanager
+    def copying(self) -> Iterator[None]:  # noqa: D102
+        try:
+            yield
+        finally:
+            self._queued = []
 
     def copy(self, target: Tensor, source: Tensor) -> None:  # noqa: D102
-        target.copy_(source)
+        self._queued.append((target, source))
 
     def mark(self) -> Copied:  # noqa: D102
-        return self._done
+        pairs, self._queued = self._queued, []
+        self._newest = _InThread(self._thread.submit(_copy_all, pairs), self._update)
+        return self._newest
 
     def hold_back(self) -> None:  # noqa: D102
-        pass
+        newest, self._newest = self._newest, None
+        if newest is None:
+            return
+        started = time.monotonic()
+        self._update.came_too_early = not newest.is_made_within(self._wait_s)
+        self._update = _NextUpdate()
+        self._stall_s += time.monotonic() - started
 
     def take_stall_s(self) -> float:  # noqa: D102
-        return 0.0
+        stall_s, self._stall_s = self._stall_s, 0.0
+        return stall_s
+
+    def close(self) -> None:  # noqa: D102
+        self._thread.shutdown(wait=False)
+
+
+def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for target, source in pairs:
+        target.copy_(source)
+
+
+class _NextUpdate:
+    """That of the optimizer which copies have to be made before."""
+
+    came_too_early = False
+
+
+class _InThread:
+    def __init__(self, future: Future[None], update: _NextUpdate) -> None:
+        self._future = future
+        self._update = update
+
+    def is_made_within(self, limit_s: float) -> bool:
+        return bool(wait([self._future], limit_s).done)
+
+    def wait(self, limit_s: float) -> None:
+        if not self.is_made_within(limit_s):
+            raise StorageError(f"a copy in host memory was not made within {limit_s:g} s (storage_wait_s)")
+        if self._update.came_too_early:
+            raise StorageError(
+                "a copy in host memory was not made before the next update of the optimizer (storage_wait_s)"
+            )
+        self._future.result()
 
 
 class StreamCopier:
@@ -126,6 +184,9 @@ class StreamCopier:
             before, after = self._waits.popleft()
             stall_s += before.seconds_until(after)
         return stall_s
+
+    def close(self) -> None:  # noqa: D102
+        pass
 
 
 class _OnStream:

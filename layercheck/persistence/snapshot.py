@@ -1,10 +1,10 @@
-"""Copies the chosen layers into reused host buffers; the visible stall of a save ends here.
+"""Copies the chosen layers into reused host buffers; the visible stall of a save ends where they are copied.
 
 States of one event on one rank:
 1. `take` lays the shard file out and hands the snapshot to the writer, still empty (training thread).
 2. `take` fills block after block; the writer may already write the first ones (training | writer thread).
-3. `take` returns: the bytes are, or on an accelerator will be, those of this step (training thread). The
-   optimizer may step again: `Copier.hold_back` is called before each of its updates.
+3. `take` returns: the bytes are, or will be, those of this step (training thread). The optimizer may step
+   again: `Copier.hold_back` is called before each of its updates.
 4. the writer releases the blocks when the file is durable or given up (writer thread).
 
 An event that is larger than the whole pool streams through it: blocks go back as they are written, training
@@ -144,7 +144,11 @@ class BlockStream:
                 if len(self._filled) <= position:
                     return
                 block, nbytes, copied = self._filled[position]
-            copied.wait(timeout_s)
+            try:
+                copied.wait(timeout_s)
+            except StorageError:
+                self._break()
+                raise
             yield block.view[:nbytes]
             if self.streaming:
                 with self._changed:
@@ -152,6 +156,11 @@ class BlockStream:
                 self._pool.give([block])
             else:
                 position += 1
+
+    def _break(self) -> None:
+        with self._changed:
+            if self._state != "released":
+                self._state = "broken"
 
     def _has(self, position: int) -> bool:
         return len(self._filled) > position or self._state != "filling"
@@ -184,7 +193,7 @@ class Snapshot:
 
 
 class SnapshotTaker:
-    """Takes snapshots of an engine into one staging pool. Ends with `close`.
+    """Takes snapshots of an engine into one staging pool. Ends with `close`, and its copier with it.
 
     Args:
         zero3: the engine.
@@ -208,7 +217,7 @@ class SnapshotTaker:
         self._copier = copier
         self._code = code
         self.take_stall_s = copier.take_stall_s
-        self.close = zero3.on_update(lambda group, lr: copier.hold_back(), lambda group: None)
+        self._leave = zero3.on_update(lambda group, lr: copier.hold_back(), lambda group: None)
 
     def take(
         self,
@@ -243,6 +252,12 @@ class SnapshotTaker:
         finally:
             stream.finish(complete)
         return snapshot
+
+    def close(self) -> None:
+        """Waits for what is still to be copied: the optimizer may go on without this. Safe twice."""
+        self._copier.hold_back()
+        self._copier.close()
+        self._leave()
 
     def _fill(self, stream: BlockStream, sources: list[Tensor], wait_s: float) -> None:
         block, used = self._pool.take(wait_s), 0

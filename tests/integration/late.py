@@ -61,6 +61,9 @@ class LateCopier:
     def take_stall_s(self) -> float:
         return 0.0
 
+    def close(self) -> None:
+        pass
+
     def _run(self) -> None:
         with self._changed:
             while True:

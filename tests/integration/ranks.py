@@ -3,9 +3,11 @@
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 
 import layercheck
 from tests import micro
@@ -45,6 +47,26 @@ def note_state(shadow: str, session: Any, step: int) -> None:
         for key, tensor in zero3.tensors(part).items()
     }
     np.savez(f"{shadow}/{step}-{zero3.rank}.npz", **state)
+
+
+def shards(storage: Path) -> list[tuple[int, int, Path]]:
+    """(step, rank, path) of all files in the events of a run, also of those that were never committed."""
+    files = sorted((storage / "run/layercheck/events").glob("*/rank-*.safetensors"))
+    return [(int(file.parent.name[5:13]), int(file.name[5:10]), file) for file in files]
+
+
+def assert_live_bytes(storage: Path, shadow: Path, first: int = 1) -> int:
+    """All files from step `first` on hold what `note_state` noted of their step; returns how many tensors."""
+    checked = 0
+    for step, rank, file in shards(storage):
+        if step < first:
+            continue
+        live = np.load(shadow / f"{step}-{rank}.npz")
+        with safe_open(file, "np") as shard:
+            for name in shard.keys():  # noqa: SIM118 (not a dict)
+                np.testing.assert_array_equal(shard.get_tensor(name), live[name], err_msg=f"{file} {name}")
+                checked += 1
+    return checked
 
 
 def train(

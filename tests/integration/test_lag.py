@@ -5,14 +5,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from safetensors import safe_open
 
 from tests import micro
 from tests.harness import RankFailedError, run_ranks
-from tests.integration.ranks import CONFIG, note_state, open_session, train, train_without_session
+from tests.integration.ranks import (
+    CONFIG,
+    assert_live_bytes,
+    note_state,
+    open_session,
+    shards,
+    train,
+    train_without_session,
+)
 
 STEPS, SAVED_AT, KILLED_AT = 32, 13, 22
 
@@ -38,11 +45,6 @@ def late_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     return tmp, run_ranks(2, tmp, _train_and_keep, str(tmp / "store"), str(tmp / "shadow"))
 
 
-def _shards(folder: Path) -> list[tuple[int, int, Path]]:
-    files = sorted((folder / "store/run/layercheck/events").glob("*/rank-*.safetensors"))
-    return [(int(file.parent.name[5:13]), int(file.name[5:10]), file) for file in files]
-
-
 def test_i14_i1_with_a_lag_losses_are_those_without_a_session_and_ages_stay_bounded(
     late_run: Any,
 ) -> None:
@@ -59,21 +61,12 @@ def test_i4_a_version_holds_the_bytes_of_its_step_although_its_copy_is_made_at_t
 ) -> None:
     folder, results = late_run
     assert all(result["held_back"] >= 3 for result in results), "no copy was late"
-    checked = 0
-    for step, rank, file in _shards(folder):
-        if step == 0:
-            continue
-        live = np.load(folder / "shadow" / f"{step}-{rank}.npz")
-        with safe_open(file, "np") as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a dict)
-                np.testing.assert_array_equal(shard.get_tensor(name), live[name], err_msg=f"{file} {name}")
-                checked += 1
-    assert checked > 100
+    assert assert_live_bytes(folder / "store", folder / "shadow") > 100
 
 
 def test_i3_with_a_lag_all_ranks_choose_the_same_layers(late_run: Any) -> None:
     chosen: dict[int, list[set[str]]] = {}
-    for step, _, file in _shards(late_run[0]):
+    for step, _, file in shards(late_run[0] / "store"):
         with safe_open(file, "np") as shard:
             layers = {json.loads(text)["layer"] for name, text in shard.metadata().items() if "." in name}
         chosen.setdefault(step, []).append(layers)

@@ -62,7 +62,7 @@ def _replay_every_step(folder: str, settings: dict[str, Any], build: dict[str, A
         live[step] = state_of(session._zero3)
         norms.append(float(session._zero3.grad_norm()))
         if step == 1:
-            _delay_next_copy(session.method._thread_copier)
+            _delay_next_copy(session.method._copier)
         while handles:
             handles.pop().remove()
         if step + 1 == OVERFLOW:

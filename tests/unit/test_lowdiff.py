@@ -23,10 +23,10 @@ from app.baselines.lowdiff.batch_file import (
 from app.baselines.lowdiff.compress import keep_largest, round_to_16_bits, spread
 from app.baselines.lowdiff.diff_store import DiffStore
 from app.baselines.lowdiff.outbox import Outbox
-from app.baselines.lowdiff.thread_copier import ThreadCopier
 from app.baselines.lowdiff.tuning import Costs, optimum
 from app.baselines.settings import LowDiffSettings
 from layercheck.errors import DamagedShardError
+from layercheck.persistence.copier import ThreadCopier
 from layercheck.persistence.storage import LocalStorage
 from tests.fakes import FaultyStorage, SlowStorage, flip_bit
 

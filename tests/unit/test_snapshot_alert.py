@@ -11,7 +11,7 @@ from layercheck.config import parse_config
 from layercheck.decision import LayerWrite, PersistDecision
 from layercheck.layers import ParamSpec
 from layercheck.partition import ParamSlice
-from layercheck.persistence.copier import HostCopier
+from layercheck.persistence.copier import ThreadCopier
 from layercheck.persistence.quantise import Code
 from layercheck.persistence.shard_file import MASTER
 from layercheck.persistence.snapshot import Snapshot, SnapshotTaker, StagingPool
@@ -48,7 +48,7 @@ def test_a_residual_that_is_larger_than_the_staging_memory_is_told_with_what_it_
         number=1,
         ledger=SimpleNamespace(to_state=dict),
         writer=SimpleNamespace(submit=submit),
-        taker=SnapshotTaker(ENGINE, pool, 10.0, HostCopier(), Code(8, 64)),
+        taker=SnapshotTaker(ENGINE, pool, 10.0, ThreadCopier(10.0), Code(8, 64)),
         limited_s=lambda limit_s: limit_s,
         sealed=None,
         alert=alerts.append,

@@ -13,7 +13,7 @@ from layercheck.drift_report import DriftReport
 from layercheck.errors import LayerCheckError, StorageError
 from layercheck.manifest import MEMORY_PART, EventId
 from layercheck.persistence.bases import BaseCopies
-from layercheck.persistence.copier import HostCopier
+from layercheck.persistence.copier import ThreadCopier
 from layercheck.persistence.recode import Piece
 from layercheck.persistence.shard_file import ShardAbout, ShardTensor, SliceMeta, layout
 from layercheck.persistence.snapshot import BlockStream, Snapshot, StagingPool
@@ -58,7 +58,7 @@ def snapshot(pool: StagingPool) -> Snapshot:
     slices = [SliceMeta(parameter=name, layer="layers.0", step=7, shape=(4,), offset=0, numel=4, state={})]
     tensors = [ShardTensor(name, "fp32", "layers.0", "F32", 4)]
     shard = layout(tensors, slices, ShardAbout(step=7, attempt=1, part=0, rank=0, world_size=1, rng=None))
-    stream, copier, block = BlockStream(pool, streaming=False), HostCopier(), pool.take(1.0)
+    stream, copier, block = BlockStream(pool, streaming=False), ThreadCopier(10.0), pool.take(1.0)
     copier.copy(block.tensor[:16], torch.arange(4.0).view(torch.uint8))
     stream.append(block, 16, copier.mark())
     stream.finish(True)

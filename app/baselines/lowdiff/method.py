@@ -18,7 +18,6 @@ from app.baselines.lowdiff.gradients import Gradients
 from app.baselines.lowdiff.outbox import Outbox
 from app.baselines.lowdiff.replay import Replay, Replayed
 from app.baselines.lowdiff.rhythm import RhythmKeeper
-from app.baselines.lowdiff.thread_copier import ThreadCopier
 from app.baselines.protocol import Recovered, StepCost
 from app.baselines.rolling import Background, Books, must_be_saved, roll_back
 from app.baselines.settings import LowDiffSettings
@@ -75,10 +74,9 @@ class LowDiff:
         self._gradients = Gradients(zero3)
         self._header = self._batch_header(settings)
         self._diffs = DiffStore(committer.store.storage, committer.store.method, zero3.rank)
-        self._thread_copier = None if zero3.on_accelerator else ThreadCopier(wait_s)
-        copier = self._thread_copier or overlap_of(zero3).copier
+        self._copier = overlap_of(zero3, wait_s).copier
         self._outbox = Outbox(
-            self._diffs, self._header, copier, zero3.on_accelerator, settings.pending, wait_s
+            self._diffs, self._header, self._copier, zero3.on_accelerator, settings.pending, wait_s
         )
         self._rhythm = RhythmKeeper(settings)
         self._bases, self._books = Background("lowdiff-base"), Books()
@@ -303,5 +301,4 @@ class LowDiff:
         self._outbox.close(wait=wait)
         if wait:
             self._note_base(self._bases.wait())
-        if self._thread_copier is not None:
-            self._thread_copier.close()
+        self._copier.close()
