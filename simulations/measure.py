@@ -8,9 +8,10 @@
 - `residuals`: bytes against lost progress in weight space, by replay and in killed runs; writes
   `residuals.json`.
 - `memory`: what a killed worker, node or cluster loses with the memory tier; writes `memory.json`. With
-  `--overhead` what the tier and residuals add to a step instead; writes `overhead.json`.
+  `--overhead` what the tier and residuals add to a step instead; writes `overhead.json`. With `--every-step`
+  what saves at every step add to it, for `ettr --step-ratio`; writes `every-step.json`.
 
-`saving`, `methods`, `footprint` and `memory --overhead` need the machine to themselves.
+`saving`, `methods`, `footprint`, `memory --overhead` and `--every-step` need the machine to themselves.
 """
 
 # ruff: noqa: T201
@@ -63,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--overhead", action="store_true", help="of `memory`: step times, interleaved, in place of kills"
     )
+    parser.add_argument(
+        "--every-step", action="store_true", help="of `memory`: the same for arms that save at every step"
+    )
     parser.add_argument("--seed", type=int, help="of `methods`: of the order of the blocks")
     return parser
 
@@ -72,7 +76,7 @@ def _refuse_flags(options: argparse.Namespace) -> None:
     for name, value in vars(options).items():
         if name in ("what", "out") or name in _FLAGS[options.what] or value is None or value is False:
             continue
-        flag = "--from" if name == "folders" else f"--{name}"
+        flag = "--from" if name == "folders" else f"--{name.replace('_', '-')}"
         raise ConfigError(f"{flag} means nothing with {options.what}: leave it out", flag=flag)
 
 
@@ -115,10 +119,12 @@ def _residuals(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
-    if options.overhead:
+    if options.overhead and options.every_step:
+        raise ConfigError("--overhead and --every-step are two measurements: leave one out")
+    if options.overhead or options.every_step:
         from simulations.memory.overhead import measure_overhead  # loads torch
 
-        return measure_overhead(options.out, options.quick)
+        return measure_overhead(options.out, options.quick, options.every_step)
     from simulations.memory.run import measure_memory
 
     return measure_memory(options.out, options.quick, _say)
@@ -142,7 +148,7 @@ _FLAGS = {
     "footprint": {"quick", "size", "data"},
     "sizes": {"folders"},
     "residuals": {"quick"},
-    "memory": {"quick", "overhead"},
+    "memory": {"quick", "overhead", "every_step"},
 }
 
 

@@ -1,7 +1,9 @@
-"""Three arms on the same ranks, interleaved step by step: stock groups, saving, saving to a throttled store.
+"""Three arms on the same ranks, interleaved: stock groups, saving, saving to a throttled store.
 
-All arms see the same batches. Beside the wall-clock comparison of the arms, what saving costs is timed
-directly: the seconds inside the hooks and `after_step`, and the CPU seconds of our background threads.
+All arms see the same batches, some steps of one and then of the next: what an arm does beside training falls
+into its own steps, but for that of the last one. Beside the wall-clock comparison of the arms, what saving
+costs is timed directly: the seconds inside the hooks and `after_step`, and the CPU seconds of our background
+threads.
 """
 
 import threading
@@ -24,6 +26,8 @@ from layercheck.persistence.storage import LocalStorage, Storage, open_storage
 from layercheck.session import Session, attach
 
 THROTTLE_BYTES_PER_S = 100e6
+BURST = 5
+"""Steps of an arm in a row."""
 ARMS = ("stock", "saving", "throttled")
 
 
@@ -101,21 +105,31 @@ def measure_arms(rank: int, storage: str, regime: Regime) -> dict[str, Samples]:
 
 
 def interleaved(arms: Mapping[str, Arm], regime: Regime) -> dict[str, Samples]:
-    """Steps all arms to the last step, each step in another order, and ends them. Called on every rank."""
+    """Takes all arms to the last step, in another order each time, and ends them. Called on every rank."""
     warmup = int(CHECKPOINT["warmup_steps"])
     order = np.random.default_rng(5)
     cpu_s: dict[str, float] = {}
-    for step in range(1, regime.last_step + 1):
-        if step == warmup + 1:
+    for steps in bursts(warmup, regime.last_step):
+        if steps.start == warmup + 1:
             cpu_s = {name: _thread_cpu_s(arm) for name, arm in arms.items()}
         for name in order.permutation(list(arms)):
-            arms[str(name)].step(step, measured=step > warmup)
+            for step in steps:
+                arms[str(name)].step(step, measured=step > warmup)
     for name, arm in arms.items():
         arm.job.loader.close()
         arm.samples.thread_cpu_s = _thread_cpu_s(arm) - cpu_s[name]
         if arm.session is not None:
             arm.session.close()
     return {name: arm.samples for name, arm in arms.items()}
+
+
+def bursts(warmup: int, last: int) -> list[range]:
+    """Steps 1 to `last` in pieces of `BURST`; a new one begins after the warm-up."""
+    return [
+        range(begin, min(begin + BURST, end + 1))
+        for first, end in ((1, warmup), (warmup + 1, last))
+        for begin in range(first, end + 1, BURST)
+    ]
 
 
 def _arm(rank: int, world_size: int, folder: str, shared: str, name: str, regime: Regime) -> Arm:

@@ -39,18 +39,19 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 def overhead_markdown(content: Mapping[str, Any]) -> str:
     """The table of `overhead.json`."""
-    conditions = content["conditions"]
+    conditions, arms = content["conditions"], content["arms"].items()
     lines = [
         "# The memory tier: what it costs",
         "",
         f"{conditions['parameters']} parameters on {conditions['ranks']} ranks, {conditions['steps']} steps "
-        f"of each arm, interleaved step by step; {conditions['cores']} cores. The vault is a process of its "
-        "own.",
+        f"of each arm, some in a row and then those of the next; {conditions['cores']} cores. The vault is a "
+        "process of its own.",
         "",
-        *_table(_COST_HEAD, [_cost_row(name, arm) for name, arm in content["arms"].items()]),
+        *_table(_COST_HEAD, [_cost_row(name, arm, conditions["steps"]) for name, arm in arms]),
         "",
-        "Step: median seconds of the slower rank, saving included. Ratio: of medians, to saving alone, with "
-        "its 95 % interval. Stall and threads: seconds a step and rank.",
+        "Step: median seconds of the slower rank, saving included. Ratio: of medians, to the first arm, with "
+        "its 95 % interval. Overhead: visible stall and processor time of our threads in a rank, over "
+        "training alone. Stall and threads: a step and rank. Stored: a step, all ranks.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -62,7 +63,9 @@ _HEAD = (
 _ONE_HEAD = (
     "run", "killed after", "known from", "lost steps", "oldest", "from", "plan (s)", "fetch", "install",
 )  # fmt: skip
-_COST_HEAD = ("arm", "step (s)", "ratio", "stall (ms)", "threads (ms)", "oldest version")
+_COST_HEAD = (
+    "arm", "step (s)", "ratio", "overhead", "stall (ms)", "threads (ms)", "stored (MB)", "oldest version",
+)  # fmt: skip
 
 
 def _row(name: str, arm: Row) -> tuple[str, ...]:
@@ -107,13 +110,15 @@ def _layer_rows(content: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def _cost_row(name: str, arm: Row) -> tuple[str, ...]:
+def _cost_row(name: str, arm: Row, steps: int) -> tuple[str, ...]:
     return (
         name,
         f"{arm['step_s']:.3f}",
         f"{arm['ratio']:.3f} ({arm['ci95'][0]:.3f} to {arm['ci95'][1]:.3f})",
+        f"{arm['overhead_ratio']:.4f}",
         f"{1000 * arm['stall_s']:.1f}",
         f"{1000 * arm['threads_s']:.1f}",
+        f"{arm['bytes_stored'] / steps / 1e6:.2f}",
         f"{arm['max_age']}",
     )
 

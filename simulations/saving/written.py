@@ -42,7 +42,7 @@ def written_in(store: str, last_step: int) -> Written:
             name: sum(row.layer == name for row in first) for name in {row.layer for row in rows}
         },
         writes_by_reason=dict(Counter(row.reason for row in first)),
-        median_shard_bytes=int(median(files.values())),
+        median_shard_bytes=int(median(files.values() or (0,))),
     )
 
 

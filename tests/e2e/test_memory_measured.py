@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from app.measure.memory.overhead import EVERY_STEP, USUAL, Settings
 from app.measure.regime import Regime
 from layercheck.memory import folders
 from simulations.measure import main
@@ -25,10 +26,12 @@ def test_what_is_asked_for_holds_at_real_kills_and_a_cascade_ends_bit_identical(
     assert folders.of_run() == before
 
 
-def test_the_overhead_is_measured_with_a_vault_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [USUAL, EVERY_STEP])
+def test_the_overhead_is_measured_with_a_vault_of_its_own(tmp_path: Path, settings: Settings) -> None:
     before = folders.of_run()
-    content = overhead(tmp_path, Regime(num_steps=6, num_write_pairs=0))
-    assert content["arms"]["saving"]["ratio"] == 1.0
+    content = overhead(tmp_path, "cost", settings, Regime(num_steps=6, num_write_pairs=0))
+    assert content["arms"].keys() == settings.keys()
+    assert content["arms"][next(iter(settings))]["ratio"] == 1.0
     assert all(0.2 < arm["ratio"] < 5.0 for arm in content["arms"].values())
-    assert json.loads((tmp_path / "overhead.json").read_text()) == content
+    assert json.loads((tmp_path / "cost.json").read_text()) == content
     assert folders.of_run() == before

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from app.config import load_config
-from app.measure.arms import Samples
+from app.measure.arms import Samples, bursts
 from app.measure.memory.killed import CONFIG, settings_of
-from app.measure.memory.overhead import ARMS
+from app.measure.memory.overhead import EVERY_STEP, USUAL
 from app.measure.memory.spec import KilledRun, Outcome, Recovered
-from app.measure.regime import Regime
-from layercheck.config import MemoryConfig
+from app.measure.regime import CHECKPOINT, Regime
+from layercheck.config import MemoryConfig, parse_config
 from layercheck.errors import ConfigError
 from simulations.measure import main
 from simulations.memory.arms import (
@@ -34,6 +34,7 @@ from simulations.memory.figures import arm_figures, by_layer, verdicts
 from simulations.memory.overhead import content_of as overhead_of
 from simulations.memory.result import markdown, overhead_markdown
 from simulations.memory.run import content_of
+from simulations.saving.written import Written
 
 STATE = {"a/0": "11", "b/0": "22"}
 
@@ -195,22 +196,47 @@ def _samples(step_s: float) -> Samples:
 
 
 def test_the_overhead_is_that_of_the_slower_rank_beside_saving_alone() -> None:
-    arms = {name: [_samples(0.4), _samples(0.9)] for name in ARMS}
+    arms = {name: [_samples(0.4), _samples(0.9)] for name in USUAL}
+    stores = {name: Written(4_000_000, 12_000, {}, {}, 0) for name in USUAL}
     arms["saving+memory"] = [_samples(1.1), _samples(0.2)]
-    content = overhead_of(arms, Regime(4, 0), parameters=1000)
+    content = overhead_of(arms, Regime(4, 0), USUAL, stores)
+    assert content["conditions"]["parameters"] == 1000
     memory = content["arms"]["saving+memory"]
     assert memory["ratio"] == pytest.approx(1.2 / 1.0)
     assert memory["step_s"] == pytest.approx(1.2)
     assert (memory["stall_s"], memory["threads_s"]) == (pytest.approx(0.05), pytest.approx(0.2))
     assert content["arms"]["saving"]["ratio"] == pytest.approx(1.0)
     page = overhead_markdown(content)
-    assert "| saving+memory | 1.200 | 1.200 (1.200 to 1.200) | 50.0 | 200.0 | 7 |" in page
+    assert "| saving+memory | 1.200 | 1.200 (1.200 to 1.200) | 1.3846 | 50.0 | 200.0 | 1.00 | 7 |" in page
+
+
+def test_arms_take_turns_of_some_steps_and_the_warm_up_ends_with_one() -> None:
+    assert bursts(7, 18) == [range(1, 6), range(6, 8), range(8, 13), range(13, 18), range(18, 19)]
+
+
+def test_arms_of_every_step_differ_from_the_first_in_what_they_save_alone() -> None:
+    """The first saves nothing; no other saves by age."""
+    first, *others = EVERY_STEP.values()
+    assert first["k0"] > 1000
+    assert {own["s_max"] for own in (first, *others)} == {first["s_max"]}
+    for name, own in EVERY_STEP.items():
+        config = parse_config(CHECKPOINT | own)
+        saves = [config.k0 < 1e-9, config.memory.enabled, config.residual.enabled]
+        assert sum(saves) == (name != "nothing saved"), name
 
 
 @pytest.mark.parametrize("what", ["residuals", "saving"])
-def test_the_overhead_flag_is_one_of_memory_alone(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([what, "--out", "/tmp/never", "--overhead"]) == 2
-    assert "--overhead means nothing" in capsys.readouterr().err
+@pytest.mark.parametrize("flag", ["--overhead", "--every-step"])
+def test_the_overhead_flags_are_of_memory_alone(
+    what: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([what, "--out", "/tmp/never", flag]) == 2
+    assert f"{flag} means nothing" in capsys.readouterr().err
+
+
+def test_two_measurements_at_once_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", "--out", "/tmp/never", "--overhead", "--every-step"]) == 2
+    assert "leave one out" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

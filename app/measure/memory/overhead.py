@@ -1,4 +1,4 @@
-"""What the memory tier and residuals add to a step: arms on the same ranks, interleaved step by step."""
+"""What the memory tier and residuals add to a step: arms on the same ranks, interleaved."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,32 +11,48 @@ from app.measure.regime import CHECKPOINT, Regime
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.session import attach
 
-ALONE = "saving"
-ARMS: dict[str, dict[str, Any]] = {
-    ALONE: {},
+Settings = Mapping[str, dict[str, Any]]
+"""Arm -> its settings beyond those of `CHECKPOINT`; the others are compared with the first."""
+_NEVER: dict[str, Any] = {"k0": 1e6, "s_max": 100_000}
+_ALWAYS: dict[str, Any] = {"k0": 1e-12, "s_max": 100_000}
+USUAL: Settings = {
+    "saving": {},
     "saving+memory": {"memory": {"enabled": True}},
     "saving+residuals": {"residual": {"enabled": True}},
+    "rare versions+residuals": {
+        "target_interval": 600,
+        "s_max": 1000,
+        "residual": {"enabled": True, "k_ratio": 9 / 600},
+    },
 }
-"""Arm -> its settings beyond those of saving alone."""
+"""The last: the intervals of a run that wants little lost at the bytes of versions alone."""
+EVERY_STEP: Settings = {
+    "nothing saved": _NEVER,
+    "versions": _ALWAYS,
+    "memory": _NEVER | {"memory": {"enabled": True, "k_ratio": 0}},
+    "residuals": _NEVER | {"residual": {"enabled": True, "k_ratio": 1e-16}},
+}
+"""As much as the policy puts into an event (`max_event_share`), each step; memory takes the whole state."""
 Kept = tuple[CoordinatorClient, OneNode | None]
 """What runs outside the ranks, of one arm."""
 
 
-def settings_of(arm: str) -> dict[str, Any]:
-    """All settings of an arm's session."""
-    return CHECKPOINT | ARMS[arm]
-
-
-def measure_cost(rank: int, storage: str, regime: Regime, kept: Mapping[str, Kept]) -> dict[str, Samples]:
+def measure_cost(
+    rank: int, storage: str, regime: Regime, settings: Settings, kept: Mapping[str, Kept]
+) -> dict[str, Samples]:
     """Runs all arms on this rank and returns their samples. Called on every rank.
 
     Args:
         rank: of this process.
         storage: folder of the runs.
         regime: how long.
+        settings: of the arms.
         kept: arm -> what runs outside.
     """
-    arms = {name: _arm(rank, storage, name, regime, *kept[name]) for name in ARMS}
+    arms = {
+        name: _arm(rank, storage, name, CHECKPOINT | own, regime, *kept[name])
+        for name, own in settings.items()
+    }
     return interleaved(arms, regime)
 
 
@@ -44,6 +60,7 @@ def _arm(
     rank: int,
     storage: str,
     name: str,
+    settings: dict[str, Any],
     regime: Regime,
     coordinator: CoordinatorClient,
     vaults: OneNode | None,
@@ -52,7 +69,5 @@ def _arm(
     place = f"{storage}/{name}"
     return saving(
         job,
-        lambda: attach(
-            job.engine, place, RUN, settings_of(name), coordinator, submission=name, vaults=vaults
-        ),
+        lambda: attach(job.engine, place, RUN, settings, coordinator, submission=name, vaults=vaults),
     )
