@@ -142,3 +142,21 @@ def test_residuals_count_from_what_the_storage_has_and_not_from_memory(
     writer.submit(replace(taken, event=event, pieces=pieces))
     assert writer.close(30)
     assert bool(bases._copies) == kept
+
+
+def test_a_snapshot_whose_copy_is_lost_is_not_read_again() -> None:
+    """Its bytes will never be those of its step, however often the write is tried."""
+
+    class Lost:
+        def wait(self, limit_s: float) -> None:
+            raise StorageError("not made before the next update")
+
+    pool = StagingPool(8192)
+    stream = BlockStream(pool, streaming=False)
+    stream.append(pool.take(1.0), 16, Lost())
+    stream.finish(True)
+    assert not stream.is_broken
+    with pytest.raises(StorageError, match="not made before"):
+        next(stream.chunks(1.0))
+    assert stream.is_broken
+    stream.release()
