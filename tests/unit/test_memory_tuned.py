@@ -73,14 +73,14 @@ def test_the_app_reads_a_run_as_a_user_would_fine_tune(
 
 def test_a_deviation_is_of_the_run_of_the_same_seed() -> None:
     kills = (recovered(130, lost_steps=2.0), recovered(140, lost_steps=4.0, max_age=7, weighted_age=5.0))
-    found = tuned_figures(pairs((4.0, 5.0), (4.1, 4.9), kills))
-    assert [pair.deviation for pair in found.pairs] == pytest.approx([0.025, -0.02])
-    assert found.mean_deviation == pytest.approx(0.0025)
-    assert found.largest_deviation == pytest.approx(0.025)
+    found = tuned_figures(pairs((4.0, 5.0), (4.06, 4.85), kills))
+    assert [pair.deviation for pair in found.pairs] == pytest.approx([0.015, -0.03])
+    assert found.mean_deviation == pytest.approx(-0.0075)
+    assert found.largest_deviation == pytest.approx(0.03)
     assert found.spread == pytest.approx(0.5**0.5 / 4.5)
     assert (found.base_loss, found.final_loss) == (5.0, 4.5)
     pair = found.pairs[1]
-    assert (pair.seed, pair.undisturbed, pair.killed) == (1, 5.0, 4.9)
+    assert (pair.seed, pair.undisturbed, pair.killed) == (1, 5.0, 4.85)
     assert (pair.killed_after, pair.lost_steps) == ((130, 140), (2.0, 4.0))
     assert (pair.weighted_age, pair.max_age) == ((3.0, 5.0), (4, 7))
 
@@ -125,8 +125,11 @@ def test_the_page_has_a_row_for_each_seed() -> None:
 
 
 def test_the_runs_alone_are_asked_for_of_memory_and_without_the_overhead(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["memory", "--out", str(tmp_path / "file"), "--tuned"]) == 2
+    assert "cannot make the folder" in capsys.readouterr().err
     assert main(["residuals", "--out", "/tmp/never", "--tuned"]) == 2
     assert "--tuned means nothing with residuals" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
