@@ -13,7 +13,7 @@ from simulations.memory.figures import LOST_STEPS, MORE_FOR_A_NODE
 from simulations.memory.overhead import overhead
 from simulations.memory.tuned import WITHIN_NOISE
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(2700)]
 
 
 def test_what_is_asked_for_holds_at_real_kills_and_a_cascade_ends_bit_identical(tmp_path: Path) -> None:

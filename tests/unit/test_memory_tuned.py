@@ -10,8 +10,10 @@ import pytest
 from app.config import load_config
 from app.measure.memory import tuned_run
 from app.measure.memory.killed import settings_of
+from app.measure.memory.spec import KilledRun, Outcome
 from layercheck.config import MemoryConfig
 from simulations.measure import main
+from simulations.memory import run
 from simulations.memory.result import tuned_markdown
 from simulations.memory.run import tuned_content
 from simulations.memory.tuned import (
@@ -24,7 +26,7 @@ from simulations.memory.tuned import (
     tuned_pairs,
     tuned_verdicts,
 )
-from tests.recoveries import pairs, recovered
+from tests.recoveries import outcome, pairs, recovered
 
 # ---------------------------------------------------------------- runs
 
@@ -135,3 +137,18 @@ def test_the_runs_alone_are_asked_for_of_memory_and_without_the_overhead(
     with pytest.raises(SystemExit) as ended:
         main(["memory", "--out", "/tmp/never", "--tuned", "--overhead"])
     assert ended.value.code == 2
+
+
+def test_only_the_fine_tuning_runs_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def known(folder: Path, spec: KilledRun, say: object) -> Outcome:
+        made.append(spec.name)
+        return outcome(spec, held_out=(5.0, 4.0 + spec.run_seed / 100))
+
+    monkeypatch.setattr(run, "outcome_of", known)
+    assert main(["memory", "--out", str(tmp_path), "--quick", "--tuned"]) == 0
+    assert made == [spec.name for pair in tuned_pairs(QUICK) for spec in pair]
+    content = json.loads((tmp_path / "tuned.json").read_text())
+    assert content["verdicts"][WITHIN_NOISE]
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "tuned.json", "tuned.md"}
