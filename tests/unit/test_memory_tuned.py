@@ -126,7 +126,7 @@ def test_the_page_has_a_row_for_each_seed() -> None:
     ]  # fmt: skip
 
 
-def test_the_runs_alone_are_asked_for_of_memory_and_without_the_overhead(
+def test_the_runs_alone_are_asked_for_of_memory_and_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -134,9 +134,9 @@ def test_the_runs_alone_are_asked_for_of_memory_and_without_the_overhead(
     assert "cannot make the folder" in capsys.readouterr().err
     assert main(["residuals", "--out", "/tmp/never", "--tuned"]) == 2
     assert "--tuned means nothing with residuals" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        main(["memory", "--out", "/tmp/never", "--tuned", "--overhead"])
-    assert ended.value.code == 2
+    for other in ("--overhead", "--every-step"):
+        assert main(["memory", "--out", "/tmp/never", "--tuned", other]) == 2
+        assert f"{other} and --tuned are two measurements" in capsys.readouterr().err
 
 
 def test_only_the_fine_tuning_runs_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
