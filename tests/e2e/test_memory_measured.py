@@ -20,7 +20,7 @@ def test_what_is_asked_for_holds_at_real_kills_and_a_cascade_ends_bit_identical(
     before = folders.of_run()
     assert main(["memory", "--out", str(tmp_path), "--quick"]) == 0
     content = json.loads((tmp_path / "memory.json").read_text())
-    # Two seeds of a base that has hardly been trained tell no noise.
+    # Ten lost steps of 120 are more than two seeds differ by, where the base has hardly been trained.
     missed = [name for name, is_met in content["verdicts"].items() if not is_met and name != WITHIN_NOISE]
     assert not missed, content["arms"]
     assert len(content["runs"]["worker"]["recoveries"]) == 3
