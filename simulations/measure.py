@@ -9,7 +9,8 @@
   `residuals.json`.
 - `memory`: what a killed worker, node or cluster loses with the memory tier; writes `memory.json`. With
   `--overhead` what the tier and residuals add to a step instead; writes `overhead.json`. With `--every-step`
-  what saves at every step add to it, for `ettr --step-ratio`; writes `every-step.json`.
+  what saves at every step add to it, for `ettr --step-ratio`; writes `every-step.json`. With `--tuned` only
+  those of its runs that fine-tune a model; writes `tuned.json`.
 
 `saving`, `methods`, `footprint`, `memory --overhead` and `--every-step` need the machine to themselves.
 """
@@ -67,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--every-step", action="store_true", help="of `memory`: the same for arms that save at every step"
     )
+    parser.add_argument(
+        "--tuned", action="store_true", help="of `memory`: the fine-tuning runs, without all others"
+    )
     parser.add_argument("--seed", type=int, help="of `methods`: of the order of the blocks")
     return parser
 
@@ -119,15 +123,17 @@ def _residuals(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
-    if options.overhead and options.every_step:
-        raise ConfigError("--overhead and --every-step are two measurements: leave one out")
+    flags = {"--overhead": options.overhead, "--every-step": options.every_step, "--tuned": options.tuned}
+    chosen = [flag for flag, is_given in flags.items() if is_given]
+    if len(chosen) > 1:
+        raise ConfigError(f"{chosen[0]} and {chosen[1]} are two measurements: leave one out")
     if options.overhead or options.every_step:
         from simulations.memory.overhead import measure_overhead  # loads torch
 
         return measure_overhead(options.out, options.quick, options.every_step)
-    from simulations.memory.run import measure_memory
+    from simulations.memory.run import measure_memory, measure_tuned
 
-    return measure_memory(options.out, options.quick, _say)
+    return (measure_tuned if options.tuned else measure_memory)(options.out, options.quick, _say)
 
 
 def _say(text: str) -> None:
@@ -148,7 +154,7 @@ _FLAGS = {
     "footprint": {"quick", "size", "data"},
     "sizes": {"folders"},
     "residuals": {"quick"},
-    "memory": {"quick", "overhead", "every_step"},
+    "memory": {"quick", "overhead", "every_step", "tuned"},
 }
 
 

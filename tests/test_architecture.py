@@ -92,6 +92,7 @@ PURE = {
     "simulations.memory.arms",
     "simulations.memory.figures",
     "simulations.memory.result",
+    "simulations.memory.tuned",
     "simulations.methods",
     "simulations.model",
     "simulations.residuals.arms",

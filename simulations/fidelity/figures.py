@@ -77,6 +77,11 @@ def final_loss(outcome: Outcome) -> float:
     return mean(loss for _, loss in outcome.evaluations[-outcome.spec.length.num_last :])
 
 
+def spread_of(losses: Sequence[float]) -> float:
+    """Standard deviation of final losses of several seeds over their mean; at least two."""
+    return stdev(losses) / mean(losses)
+
+
 def reference_of(free: Sequence[Outcome]) -> Reference:
     """Figures of the runs without a failure; at least two, of different seeds."""
     losses = tuple(final_loss(one) for one in free)
@@ -87,7 +92,7 @@ def reference_of(free: Sequence[Outcome]) -> Reference:
         final_loss=losses,
         accuracy=accuracy,
         improvement=(start - mean(losses)) / start,
-        seed_spread=stdev(losses) / mean(losses),
+        seed_spread=spread_of(losses),
         seed_range=(max(losses) - min(losses)) / mean(losses),
         accuracy_spread=stdev(accuracy),
     )

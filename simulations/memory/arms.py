@@ -68,7 +68,7 @@ def _run(
         kills=kill_steps(extent, kills),
         moment=moment,
         steps=extent.steps,
-        checkpoint={**_checkpoint(extent), **settings},
+        checkpoint={**checkpoint_of(extent.warmup_steps), **settings},
         seed=SEED,
     )
 
@@ -84,14 +84,14 @@ def kill_steps(extent: Extent, kills: int) -> tuple[int, ...]:
     return tuple(round(begin + (number + 0.5 * draw.random()) * part) for number in range(kills))
 
 
-def _checkpoint(extent: Extent) -> dict[str, Any]:
-    """Thresholds are the defaults (a version every 100 steps); `tiny` has others.
+def checkpoint_of(warmup_steps: int) -> dict[str, Any]:
+    """Settings of all runs. Thresholds are the defaults (a version every 100 steps); `tiny` has others.
 
     `failure_aware` would lower K after so many failures, and with it what is lost.
     """
     return {
-        "warmup_steps": extent.warmup_steps,
-        "warmup_full_every": extent.warmup_steps // 2,
+        "warmup_steps": warmup_steps,
+        "warmup_full_every": warmup_steps // 2,
         "target_interval": 100,
         "s_max": 400,
         "embedding_factor": 10,

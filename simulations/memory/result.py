@@ -22,9 +22,14 @@ def markdown(content: Mapping[str, Any]) -> str:
         "Lost steps: size-weighted, of the receipts; they count from the newest step that is known, and "
         "steps after that are run again. Ages: of the versions, moments included. Layers from: over all "
         "kills; a residual is newer weights of a version from the storage. Loss: training loss, mean of the "
-        f"last {conditions['loss_steps']} steps, against the run without a failure.",
+        f"last {conditions['loss_steps']} steps, against the run without a failure; a model "
+        "that learns from scratch misses every lost step.",
         "",
-        *[f"- {'yes' if held else '**no**'}: {text}" for text, held in content["verdicts"].items()],
+        *_held(content["verdicts"]),
+        "",
+        "## Fine-tuning that is killed three times",
+        "",
+        *_tuned_lines(content["tuned"]),
         "",
         "## Each recovery",
         "",
@@ -35,6 +40,34 @@ def markdown(content: Mapping[str, Any]) -> str:
         *_table(("layer", "parameters", "mean", "largest"), _layer_rows(content)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def tuned_markdown(content: Mapping[str, Any]) -> str:
+    """The fine-tuning runs alone."""
+    lines = ["# The memory tier: fine-tuning that is killed three times", "", *_tuned_lines(content), ""]
+    return "\n".join([*lines, *_held(content["verdicts"])]) + "\n"
+
+
+def _held(verdicts: Mapping[str, bool]) -> list[str]:
+    return [f"- {'yes' if held else '**no**'}: {text}" for text, held in verdicts.items()]
+
+
+def _tuned_lines(content: Mapping[str, Any]) -> list[str]:
+    figures, conditions = content["figures"], content["conditions"]
+    return [
+        f"{conditions['parameters']} parameters on {conditions['ranks']} ranks, trained for "
+        f"{conditions['base_steps']} steps, then fine-tuned for {conditions['steps']} on other text: "
+        f"held-out loss {figures['base_loss']:.4f} -> {figures['final_loss']:.4f} without a failure. A "
+        f"worker is killed three times in each killed run, {conditions['gap']} steps apart; `memory.k_ratio` "
+        f"{conditions['k_ratio']:g}.",
+        "",
+        *_table(_TUNED_HEAD, [_tuned_row(pair) for pair in figures["pairs"]]),
+        "",
+        f"Mean deviation {100 * figures['mean_deviation']:+.3f} %, largest "
+        f"{100 * figures['largest_deviation']:.3f} %; standard deviation over the seeds without a failure "
+        f"{100 * figures['spread']:.3f} %. Loss: held-out loss of the model that the run leaves. Lost steps "
+        "and weighted ages are size-weighted, one figure for each kill.",
+    ]
 
 
 def overhead_markdown(content: Mapping[str, Any]) -> str:
@@ -62,6 +95,10 @@ _HEAD = (
 )  # fmt: skip
 _ONE_HEAD = (
     "run", "killed after", "known from", "lost steps", "oldest", "from", "plan (s)", "fetch", "install",
+)  # fmt: skip
+_TUNED_HEAD = (
+    "seed", "killed after", "lost steps", "weighted age", "oldest version", "loss", "loss, killed",
+    "deviation", "step (s)",
 )  # fmt: skip
 _COST_HEAD = (
     "arm", "step (s)", "ratio", "overhead", "stall (ms)", "threads (ms)", "stored (MB)", "oldest version",
@@ -99,6 +136,20 @@ def _one_row(name: str, one: Row) -> tuple[str, ...]:
         f"{one['max_age']}",
         _places(counts | {"residual": len(one["residuals"])}),
         *(f"{one['seconds'][phase]:.2f}" for phase in ("plan_s", "fetch_s", "install_s")),
+    )
+
+
+def _tuned_row(pair: Row) -> tuple[str, ...]:
+    return (
+        f"{pair['seed']}",
+        ", ".join(f"{step}" for step in pair["killed_after"]),
+        ", ".join(f"{steps:.2f}" for steps in pair["lost_steps"]),
+        ", ".join(f"{age:.2f}" for age in pair["weighted_age"]),
+        ", ".join(f"{age}" for age in pair["max_age"]),
+        f"{pair['undisturbed']:.4f}",
+        f"{pair['killed']:.4f}",
+        f"{100 * pair['deviation']:+.3f} %",
+        f"{pair['median_step_s']:.2f}",
     )
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from app.measure.residuals.lives import make_base, run_lives
+from app.measure.fine_tuned import make_base
+from app.measure.residuals.lives import run_lives
 from app.measure.residuals.notes import Notes, notes_of, read_samples
 from app.measure.residuals.regime import run_config
 from app.measure.residuals.spec import KilledRun, Recovered
@@ -88,7 +89,7 @@ def measure_residuals(out: Path, quick: bool, say: Say) -> dict[str, Any]:
 def _made(runs: Path, specs: Iterable[KilledRun], say: Say) -> list[Path]:
     """The folders of the runs, in the order of the specs."""
     specs = list(specs)
-    make_base(runs, specs[0])
+    make_base(runs, specs[0].tuning)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda spec: run_lives(runs, spec, say), specs))
 

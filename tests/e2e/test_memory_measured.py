@@ -9,19 +9,26 @@ from app.measure.memory.overhead import EVERY_STEP, USUAL, Settings
 from app.measure.regime import Regime
 from layercheck.memory import folders
 from simulations.measure import main
+from simulations.memory.figures import LOST_STEPS, MORE_FOR_A_NODE
 from simulations.memory.overhead import overhead
+from simulations.memory.tuned import WITHIN_NOISE
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(2700)]
 
 
 def test_what_is_asked_for_holds_at_real_kills_and_a_cascade_ends_bit_identical(tmp_path: Path) -> None:
     before = folders.of_run()
     assert main(["memory", "--out", str(tmp_path), "--quick"]) == 0
     content = json.loads((tmp_path / "memory.json").read_text())
-    # A run from scratch of 80 steps has no final loss to speak of: 10 lost steps are 2 to 3 % of it.
-    missed = [name for name, is_met in content["verdicts"].items() if not is_met and "loss ends" not in name]
+    # Ten lost steps of 120 are more than two seeds differ by, where the base has hardly been trained.
+    missed = [name for name, is_met in content["verdicts"].items() if not is_met and name != WITHIN_NOISE]
     assert not missed, content["arms"]
     assert len(content["runs"]["worker"]["recoveries"]) == 3
+    for pair in content["tuned"]["figures"]["pairs"]:
+        assert len(pair["killed_after"]) == 3
+        assert 0 < max(pair["lost_steps"]) <= LOST_STEPS + MORE_FOR_A_NODE
+        assert pair["killed"] != pair["undisturbed"]
+        assert max(pair["killed"], pair["undisturbed"]) < content["tuned"]["figures"]["base_loss"]
     assert (tmp_path / "memory.md").is_file()
     assert folders.of_run() == before
 

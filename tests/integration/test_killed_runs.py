@@ -31,11 +31,12 @@ RUN = KilledRun(
 
 def _live(folder: str) -> dict[str, Any]:
     """One life; the weights that came back, as this test reads them."""
-    from app.measure.residuals import life, regime
+    from app.measure import fine_tuned
+    from app.measure.residuals import life
 
     base = prepare(folder)
-    regime.prepare(Path(folder), RUN)
-    regime.base_folder = lambda *_: base  # type: ignore[assignment]
+    fine_tuned.make_texts(Path(folder), RUN.tuning)
+    fine_tuned.base_folder = lambda *_: base  # type: ignore[assignment]
     back: dict[str, Any] = {}
     begun = life.Watch.begun
 

@@ -11,7 +11,7 @@ from app.config import load_config
 from app.measure.arms import Samples, bursts
 from app.measure.memory.killed import CONFIG, settings_of
 from app.measure.memory.overhead import EVERY_STEP, USUAL
-from app.measure.memory.spec import KilledRun, Outcome, Recovered
+from app.measure.memory.spec import Outcome, Recovered
 from app.measure.regime import CHECKPOINT, Regime
 from layercheck.config import MemoryConfig, parse_config
 from layercheck.errors import ConfigError
@@ -34,27 +34,9 @@ from simulations.memory.figures import arm_figures, by_layer, verdicts
 from simulations.memory.overhead import content_of as overhead_of
 from simulations.memory.result import markdown, overhead_markdown
 from simulations.memory.run import content_of
+from simulations.memory.tuned import WITHIN_NOISE
 from simulations.saving.written import Written
-
-STATE = {"a/0": "11", "b/0": "22"}
-
-
-def recovered(killed_at: int = 20, source: str = "memory", **more: Any) -> Recovered:
-    values = {
-        "killed_at": killed_at, "t_fail": killed_at, "t_fail_source": "live", "resume_step": killed_at + 1,
-        "lost_steps": 3.0, "max_age": 4, "weighted_age": 3.0, "ages": {"a": 4, "b": 2},
-        "lost": {"a": 4.0, "b": 2.0}, "sources": {"a": source, "b": "memory" if source == "peer" else source},
-        "residuals": (), "bad": 0, "seconds": {"plan_s": 0.1, "fetch_s": 0.2, "install_s": 0.3},
-    }  # fmt: skip
-    return Recovered.model_validate(values | more)
-
-
-def outcome(run: KilledRun, *recoveries: Recovered, **more: Any) -> Outcome:
-    values = {
-        "run": run, "layers": {"a": 30, "b": 10}, "recoveries": recoveries, "losses": (2.0, 1.0),
-        "state": STATE, "left": 0, "median_step_s": 0.5,
-    }  # fmt: skip
-    return Outcome.model_validate(values | more)
+from tests.recoveries import STATE, outcome, pairs, recovered
 
 
 def outcomes(changed: dict[str, Outcome] | None = None) -> dict[str, Outcome]:
@@ -117,7 +99,6 @@ BROKEN = {
     "with residuals": {CLUSTER: outcome(RUNS[CLUSTER], recovered(source="storage"))},
     "bit-identical": {CASCADE: outcome(RUNS[CASCADE], recovered(max_age=1))},
     "end bit-identical": {CASCADE: outcome(RUNS[CASCADE], recovered(max_age=0), losses=(2.0, 1.1))},
-    "loss ends within": {WORKER: outcome(RUNS[WORKER], recovered(), losses=(2.0, 0.98))},
     "no checksum": {WORKER: outcome(RUNS[WORKER], recovered(bad=1))},
     "nothing is left": {NODE: outcome(RUNS[NODE], recovered(source="peer"), left=1)},
 }
@@ -182,13 +163,24 @@ def test_a_receipt_becomes_a_recovery() -> None:
 
 
 def test_the_page_has_a_row_for_each_run_and_each_recovery() -> None:
-    content = content_of(outcomes(), QUICK)
+    content = content_of(outcomes(), pairs(), QUICK)
     page = markdown(json.loads(json.dumps(content)))
     assert "| worker | 2 | 4.50 | 6.00 | 4 |" in page
     assert "peer 1, memory 1" in page
     assert "storage 2, residual 1" in page
+    assert set(content["verdicts"]) == {*found(), WITHIN_NOISE}
     assert page.count("- yes: ") == len(content["verdicts"])
     assert "| a | 30 | 4.0 | 4 |" in page
+    assert "## Fine-tuning that is killed three times" in page
+
+
+@pytest.mark.parametrize("part", ["arms", "pairs"])
+def test_a_wrong_checksum_of_any_run_is_seen(part: str) -> None:
+    bad = recovered(bad=1)
+    arms = outcomes({WORKER: outcome(RUNS[WORKER], bad)} if part == "arms" else None)
+    tuned = pairs() if part == "arms" else pairs(recoveries=(bad,))
+    failed = [text for text, held in content_of(arms, tuned, QUICK)["verdicts"].items() if not held]
+    assert failed == ["no checksum was wrong"]
 
 
 def _samples(step_s: float) -> Samples:

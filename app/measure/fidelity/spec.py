@@ -32,6 +32,19 @@ class Length(Section):
     train_rows: int
     held_out_rows: int
 
+    @classmethod
+    def of_killed(cls, base_steps: int, steps: int) -> "Length":
+        """Of a run whose processes are killed, and which nothing evaluates before its end."""
+        return cls(
+            base_steps=base_steps,
+            steps=steps,
+            every=steps,
+            last_every=1,
+            num_last=1,
+            train_rows=6000,
+            held_out_rows=100,
+        )
+
     def is_evaluated(self, step: int) -> bool:
         """True if the held-out loss is taken after this step."""
         left = self.steps - step

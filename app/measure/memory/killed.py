@@ -16,6 +16,7 @@ from typing import Any
 
 from app.measure.memory.places import Place
 from app.measure.memory.spec import KilledRun, Outcome, Recovered
+from app.measure.memory.tuned_run import held_out, prepared
 from app.measure.waits import LIMIT_S, wait_for, wait_for_end
 from app.step_log import LoggedStep, read_lives
 from cluster.coordinator import normal_storage
@@ -32,7 +33,6 @@ NUM_LOSSES = 10
 _STEP_LIMIT_S = 15.0
 _LOOK_S = 0.02
 _COMMON: dict[str, Any] = {
-    "train.lr_warmup_steps": 5,
     "cluster.max_failures": -1,
     "cluster.health_check_s": 0.2,
     "logging.tensorboard": False,
@@ -44,7 +44,7 @@ def outcome_of(folder: Path, spec: KilledRun, say: Say) -> Outcome:
     """The outcome of a run, which is made unless that was done.
 
     Args:
-        folder: of all runs.
+        folder: of all runs; that of the model that they fine-tune as well.
         spec: what is asked for.
         say: told each kill.
 
@@ -81,7 +81,8 @@ def settings_of(spec: KilledRun, log: Path) -> tuple[str, ...]:
 def _run(folder: Path, spec: KilledRun, say: Say) -> Outcome:
     log, draw = folder / "steps", random.Random(spec.seed)
     prepare_extensions(folder / "storage" / spec.name)
-    with Place(folder, spec.name, CONFIG, settings_of(spec, log), spec.what, spec.seed) as place:
+    config = CONFIG if spec.tuning is None else prepared(folder, spec.tuning)
+    with Place(folder, spec.name, config, settings_of(spec, log), spec.what, spec.seed) as place:
         killed_at = [_kill(place, log, step, draw.uniform(*spec.moment), say) for step in spec.kills]
         wait_for_end(place.run, LIMIT_S + _STEP_LIMIT_S * spec.steps)
     steps = [step for life in read_lives(log) for step in life]
@@ -98,6 +99,7 @@ def _run(folder: Path, spec: KilledRun, say: Say) -> Outcome:
         state=_state(facts, spec.steps),
         left=len(glob.glob(f"{folders.PLACE}/layercheck-{_key(folder, spec)}-*")),
         median_step_s=median(step.end_s - step.begin_s for step in steps),
+        held_out=None if spec.tuning is None else held_out(folder.parent, store, spec.tuning),
     )
 
 

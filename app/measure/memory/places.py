@@ -62,12 +62,17 @@ class Place:
             self._nodes.append(self._stack.enter_context(start_node(self._head, 1)))
 
     def kill(self) -> None:
-        """The kill itself. A cluster that is gone is started again, and the run submitted to it."""
-        self._hit.update(self._fresh())
+        """The kill itself. A cluster that is gone is started again, and the run submitted to it.
+
+        It hits the newest group: a worker that survived the kill before may live on for seconds.
+        """
+        fresh = self._fresh()
+        self._hit.update(fresh)
         if self._what == "worker":
-            os.kill(self._rng.choice(self._workers()), signal.SIGKILL)
+            os.kill(self._rng.choice(fresh), signal.SIGKILL)
         elif self._what == "node":
-            lost = self._rng.choice([node for node in self._nodes if self._workers_of(node)])
+            hosts = [node for node in self._nodes if not set(fresh).isdisjoint(self._workers_of(node))]
+            lost = self._rng.choice(hosts)
             self._nodes.remove(lost)
             lost.kill()
         else:

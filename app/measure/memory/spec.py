@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from app.measure.fidelity.spec import Length, RunSpec
 from app.section import Section
 
 What = Literal["worker", "node", "cluster"]
@@ -10,7 +11,7 @@ What = Literal["worker", "node", "cluster"]
 
 
 class KilledRun(Section):
-    """A run of the app's model `tiny` on two workers.
+    """A run on two workers: of the app's model `tiny` from scratch, or the fine-tuning of a trained one.
 
     Attributes:
         name: of the run, and of its folders.
@@ -18,7 +19,9 @@ class KilledRun(Section):
         kills: the steps after which; increasing.
         moment: each kill comes at a random part of a step after that one, between these two.
         checkpoint: settings of the session, see `LayerCheckConfig`.
-        seed: of the moments and of the choice of workers and nodes; the run's own is always the same.
+        seed: of the moments and of the choice of workers and nodes.
+        run_seed: of a fine-tuning, the order of its data; that of `tiny` is always the same.
+        base_steps: of the model that is fine-tuned, trained from scratch; None for `tiny`.
     """
 
     name: str
@@ -28,6 +31,16 @@ class KilledRun(Section):
     steps: int
     checkpoint: dict[str, Any]
     seed: int = 0
+    run_seed: int = 0
+    base_steps: int | None = None
+
+    @property
+    def tuning(self) -> RunSpec | None:
+        """A fine-tuning as one of the fidelity experiments, whose model and texts it takes."""
+        if self.base_steps is None:
+            return None
+        length = Length.of_killed(self.base_steps, self.steps)
+        return RunSpec(seed=self.run_seed, length=length, checkpoint=self.checkpoint)
 
 
 class Recovered(Section):
@@ -83,6 +96,7 @@ class Outcome(Section):
         state: layer/rank -> hash of its part of the state after the last step, moments included.
         left: segment folders of the run in shared memory after its end.
         median_step_s: of all steps.
+        held_out: of a fine-tuning, loss on rows that it never saw: of the base, and after the last step.
     """
 
     run: KilledRun
@@ -92,3 +106,4 @@ class Outcome(Section):
     state: dict[str, str]
     left: int
     median_step_s: float
+    held_out: tuple[float, float] | None = None

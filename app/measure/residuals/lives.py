@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from app.measure.residuals.notes import Notes, notes_of
-from app.measure.residuals.regime import base_folder, prepare, run_config
+from app.measure.residuals.regime import run_config
 from app.measure.residuals.spec import KilledRun
 from cluster.locks import clear_stale_locks, prepare_extensions
 from layercheck.config import LayerCheckConfig
@@ -35,21 +35,6 @@ def _coordinator(storage: str, run: str, config: LayerCheckConfig) -> Coordinato
 
 
 Keeper.register("coordinator", _coordinator, exposed=_CALLS)
-
-
-def make_base(folder: Path, run: KilledRun) -> None:
-    """Writes the texts of all runs; trains the model that is fine-tuned, unless it is there."""
-    prepare(folder, run)
-    if not base_folder(folder.absolute(), run).is_dir():
-        from app.measure.ranks import run_on_ranks  # loads torch, which a coordinator need not
-
-        run_on_ranks(1, LIFE_LIMIT_S, _base_on_rank, str(folder.absolute()), run)
-
-
-def _base_on_rank(rank: int, folder: str, run: KilledRun) -> None:
-    from app.measure.fidelity.base import base_model
-
-    base_model(Path(folder), run.tuning.model, run.tuning.length)
 
 
 def run_lives(folder: Path, run: KilledRun, say: Callable[[str], None]) -> Path:

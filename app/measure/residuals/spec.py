@@ -28,15 +28,7 @@ class KilledRun(Section):
     @property
     def tuning(self) -> RunSpec:
         """The same as a run of the fidelity experiments, whose model and text it takes; never evaluated."""
-        length = Length(
-            base_steps=self.base_steps,
-            steps=self.steps,
-            every=self.steps,
-            last_every=1,
-            num_last=1,
-            train_rows=6000,
-            held_out_rows=100,
-        )
+        length = Length.of_killed(self.base_steps, self.steps)
         return RunSpec(seed=self.seed, length=length, checkpoint=self.checkpoint)
 
 
