@@ -58,7 +58,8 @@ class Copies(InOrder[Held]):
                 peer.copy_put(held.file, at, bytes(chunk))
                 at += len(chunk)
         except VaultError:
-            if self._path_of(held.file) is None:
-                return  # superseded while it was sent; its torn copy goes with the next one
-            raise
-        peer.copy_end(held)
+            if self._path_of(held.file) is not None:
+                raise
+        if self._path_of(held.file) is not None:
+            peer.copy_end(held)
+        # Else it was superseded, and perhaps taken over, while it was sent: its torn copy goes with the next.

@@ -3,7 +3,8 @@
 A file below /dev/shm: `<header, zeros up to 4096><the shard file><meta><offers>`. The header holds a mark,
 the sizes of file and meta, and the xxh3-128 of the meta (JSON, `Held.meta`); offers are tokens of 16 bytes,
 appended one by one. States:
-1. `create`: all pages are reserved, so that nobody runs out of memory in the middle. The header is zero.
+1. `create`: all pages are reserved, so that nobody runs out of memory in the middle. The header is zero. Pages of
+   a segment that has had its time are taken over: new ones would have to be cleared, as long as a copy takes.
 2. `fill`: the bytes of the shard file, by the rank's writer.
 3. `seal`: the meta, then the header in one write. A writer that dies before leaves a torn segment: its header
    is still zero, or the meta is not the one it names. The checksums of the bytes are in the meta's rows.
@@ -32,16 +33,20 @@ _CHUNK_BYTES = 4 << 20
 _MAX_META_BYTES = 100_000_000
 
 
-def create(path: str, nbytes: int) -> None:
+def create(path: str, nbytes: int, spare: str | None = None) -> None:
     """An empty segment for a file of `nbytes`; replaces what is left of an earlier try.
+
+    Args:
+        path: of the segment.
+        nbytes: of the shard file.
+        spare: a sealed segment that nobody will write or read any more; it becomes this one.
 
     Raises:
         VaultError: there is no room.
     """
     try:
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        delete(path)
+        fd = _new(path) if spare is None else _taken_over(spare, path, nbytes)
         try:
             os.posix_fallocate(fd, 0, DATA_AT + nbytes)
         except OSError:
@@ -55,6 +60,28 @@ def create(path: str, nbytes: int) -> None:
             "the machine (or container) a larger /dev/shm",
             path=path,
         ) from error
+
+
+def _new(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def _taken_over(spare: str, path: str, nbytes: int) -> int:
+    """First it is torn, then it is another one."""
+    try:
+        fd = os.open(spare, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return _new(path)
+    os.pwrite(fd, bytes(DATA_AT), 0)
+    os.ftruncate(fd, DATA_AT + nbytes)
+    os.rename(spare, path)
+    return fd
+
+
+def delete(path: str) -> None:
+    """Removes a segment, if it is there."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def fill(path: str, chunks: Iterable[Buffer]) -> None:

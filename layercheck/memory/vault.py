@@ -223,17 +223,22 @@ class Vault:
             raise FencedError(f"attempt {event.attempt} is fenced off", attempt=event.attempt)
         file = event.shard_file(rank)
         self._drop([f for f, kept in self._kept.items() if f == file or _is_torn(kept, event, rank)])
+        spares: list[Kept] = []
         if event.in_memory or nbytes > self.budget_bytes - self.used_bytes:
-            self._drop([f for f, kept in self._kept.items() if self._is_superseded(kept, event, rank)])
+            old = [f for f, kept in self._kept.items() if self._is_superseded(kept, event, rank)]
+            spares = sorted(map(self._kept.pop, old), key=lambda kept: kept.nbytes)
+        spare = spares.pop() if spares else None
+        _delete(spares)
         free = self.budget_bytes - self.used_bytes
         if nbytes > free:
+            _delete([spare] if spare else [])
             raise VaultError(
                 f"no room for a segment of {nbytes} bytes on node {self._node}: {max(free, 0)} of "
                 f"memory.budget_gb={self.budget_bytes / 1e9:.3g} are free; raise it, or memory.k_ratio",
                 need=nbytes,
             )
         path = os.path.join(self.folder, folders.segment_name(event, rank))
-        segment.create(path, nbytes)
+        segment.create(path, nbytes, spare.path if spare else None)
         self._kept[file] = Kept(event, rank, path, nbytes, token)
         return self._kept[file]
 
@@ -297,10 +302,7 @@ class Vault:
         return kept.held.layers <= frozenset().union(*newer)
 
     def _drop(self, files: Collection[str]) -> None:
-        for file in files:
-            kept = self._kept.pop(file)
-            with suppress(FileNotFoundError):
-                os.unlink(kept.path)
+        _delete([self._kept.pop(file) for file in files])
 
     def _path_of(self, file: str) -> str | None:
         with self._lock:
@@ -339,6 +341,11 @@ def open_vault(
         retries=config.write_retries,
         find_peer=peer,
     )
+
+
+def _delete(gone: Collection[Kept]) -> None:
+    for kept in gone:
+        segment.delete(kept.path)
 
 
 def _is_torn(kept: Kept, event: EventId, rank: int) -> bool:

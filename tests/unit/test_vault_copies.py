@@ -82,6 +82,28 @@ def test_a_copy_never_replaces_what_a_rank_of_that_node_has_made(pair: Pair) -> 
     assert held.nbytes == len(HEADER) + 100
 
 
+def test_what_may_have_been_taken_over_while_it_was_sent_is_never_called_whole(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, end, ended = pair.peer.copy_put, pair.peer.copy_end, []
+
+    def put_late(file: str, begin: int, data: bytes) -> None:
+        if file == memory_event(1).shard_file(0):
+            for step in (2, 3):
+                pair.rank.stage(memory_event(step), LAYERS)
+        put(file, begin, data)
+
+    def note(held: Any) -> None:
+        ended.append(held.event.step)
+        end(held)
+
+    monkeypatch.setattr(pair.peer, "copy_put", put_late)
+    monkeypatch.setattr(pair.peer, "copy_end", note)
+    pair.rank.stage(memory_event(1), LAYERS)
+    pair.settle_copies()
+    assert ended == [2, 3]
+
+
 @pytest.mark.parametrize("failing", ["copy_begin", "copy_put", "copy_end"])
 def test_a_node_that_fails_costs_its_copies_alone(
     pair: Pair, failing: str, monkeypatch: pytest.MonkeyPatch
