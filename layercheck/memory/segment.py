@@ -3,8 +3,8 @@
 A file below /dev/shm: `<header, zeros up to 4096><the shard file><meta><offers>`. The header holds a mark,
 the sizes of file and meta, and the xxh3-128 of the meta (JSON, `Held.meta`); offers are tokens of 16 bytes,
 appended one by one. States:
-1. `create`: all pages are reserved, so that nobody runs out of memory in the middle. The header is zero. Pages of
-   a segment that has had its time are taken over: new ones would have to be cleared, as long as a copy takes.
+1. `create`: all pages are reserved, so that nobody runs out of memory in the middle. The header is zero.
+   Pages of a segment that has had its time are taken over: to clear new ones takes about as long as a copy.
 2. `fill`: the bytes of the shard file, by the rank's writer.
 3. `seal`: the meta, then the header in one write. A writer that dies before leaves a torn segment: its header
    is still zero, or the meta is not the one it names. The checksums of the bytes are in the meta's rows.

@@ -11,10 +11,11 @@ Copies end in the order in which they were queued. So a buffer that is given bac
 old copy into it is still queued ends up with the newer bytes.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -40,8 +41,11 @@ class Copied(Protocol):
 class Copier(Protocol):
     """See the module."""
 
-    def copying(self) -> AbstractContextManager[None]:
-        """Surrounds the calls of `copy` and `mark` of one step; what was not marked by then is given up."""
+    def copying(self, at_once: bool = False) -> AbstractContextManager[None]:
+        """Surrounds the calls of `copy` and `mark` of one step; what was not marked by then is given up.
+
+        `at_once`: who queues waits for buffers, which only copies that were made give back.
+        """
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -68,7 +72,9 @@ class Copier(Protocol):
 class ThreadCopier:
     """For state in host memory: copies beside the next forward and backward, in one thread.
 
-    A copy that comes too late is lost, and training goes on: whoever waits for it is told.
+    It begins where `copying` ends, so as not to take the processor from who queues; or at each mark, for who
+    waits for a buffer meanwhile. A copy that comes too late is lost, and training goes on: whoever waits for
+    it is told.
 
     Args:
         wait_s: limit of `hold_back`.
@@ -78,31 +84,43 @@ class ThreadCopier:
         self._wait_s = wait_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="layercheck-copy")
         self._queued: list[tuple[Tensor, Tensor]] = []
+        self._marked: list[_InThread] = []
+        self._at_once = False
         self._newest: _InThread | None = None
         self._update = _NextUpdate()
         self._stall_s = 0.0
 
     @contextmanager
-    def copying(self) -> Iterator[None]:  # noqa: D102
+    def copying(self, at_once: bool = False) -> Iterator[None]:  # noqa: D102
+        self._at_once = at_once
         try:
             yield
         finally:
             self._queued = []
+            self._begin()
 
     def copy(self, target: Tensor, source: Tensor) -> None:  # noqa: D102
         self._queued.append((target, source))
 
     def mark(self) -> Copied:  # noqa: D102
-        pairs, self._queued = self._queued, []
-        self._newest = _InThread(self._thread.submit(_copy_all, pairs), self._update)
+        self._newest = _InThread(self._queued, self._update)
+        self._queued = []
+        self._marked.append(self._newest)
+        if self._at_once:
+            self._begin()
         return self._newest
+
+    def _begin(self) -> None:
+        marked, self._marked = self._marked, []
+        if marked:
+            self._thread.submit(_make_all, marked)
 
     def hold_back(self) -> None:  # noqa: D102
         newest, self._newest = self._newest, None
         if newest is None:
             return
         started = time.monotonic()
-        self._update.came_too_early = not newest.is_made_within(self._wait_s)
+        self._update.came_too_early = not newest.made.wait(self._wait_s)
         self._update = _NextUpdate()
         self._stall_s += time.monotonic() - started
 
@@ -114,11 +132,6 @@ class ThreadCopier:
         self._thread.shutdown(wait=False)
 
 
-def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for target, source in pairs:
-        target.copy_(source)
-
-
 class _NextUpdate:
     """That of the optimizer which copies have to be made before."""
 
@@ -126,21 +139,35 @@ class _NextUpdate:
 
 
 class _InThread:
-    def __init__(self, future: Future[None], update: _NextUpdate) -> None:
-        self._future = future
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], update: _NextUpdate) -> None:
+        self._pairs = pairs
         self._update = update
+        self._error: Exception | None = None
+        self.made = threading.Event()
 
-    def is_made_within(self, limit_s: float) -> bool:
-        return bool(wait([self._future], limit_s).done)
+    def make(self) -> None:
+        try:
+            for target, source in self._pairs:
+                target.copy_(source)
+        except Exception as error:
+            self._error = error  # for whoever waits: `wait`
+        self._pairs = ()
+        self.made.set()
 
     def wait(self, limit_s: float) -> None:
-        if not self.is_made_within(limit_s):
+        if not self.made.wait(limit_s):
             raise StorageError(f"a copy in host memory was not made within {limit_s:g} s (storage_wait_s)")
         if self._update.came_too_early:
             raise StorageError(
                 "a copy in host memory was not made before the next update of the optimizer (storage_wait_s)"
             )
-        self._future.result()
+        if self._error is not None:
+            raise StorageError(f"a copy in host memory failed: {self._error}") from self._error
+
+
+def _make_all(marked: Sequence[_InThread]) -> None:
+    for each in marked:
+        each.make()
 
 
 class StreamCopier:
@@ -157,7 +184,7 @@ class StreamCopier:
         self._waits: deque[tuple[DeviceEvent, DeviceEvent]] = deque()
 
     @contextmanager
-    def copying(self) -> Iterator[None]:  # noqa: D102
+    def copying(self, at_once: bool = False) -> Iterator[None]:  # noqa: D102
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield

@@ -1,8 +1,9 @@
 """Copies the chosen layers into reused host buffers; the visible stall of a save ends where they are copied.
 
 States of one event on one rank:
-1. `take` lays the shard file out and hands the snapshot to the writer, still empty (training thread).
-2. `take` fills block after block; the writer may already write the first ones (training | writer thread).
+1. `take` lays the shard file out (training thread).
+2. `take` fills block after block, and hands the snapshot to the writer: whole, since its thread would only
+   take the processor from this one; or still empty, if it streams (training | writer thread).
 3. `take` returns: the bytes are, or will be, those of this step (training thread). The optimizer may step
    again: `Copier.hold_back` is called before each of its updates.
 4. the writer releases the blocks when the file is durable or given up (writer thread).
@@ -243,14 +244,17 @@ class SnapshotTaker:
         staged_bytes = sum(piece.nbytes for piece in content.pieces)
         stream = BlockStream(self._pool, streaming=staged_bytes > self._pool.capacity_bytes)
         snapshot = Snapshot(event, decision.writes, trainer_state, shard, stream, tuple(content.pieces))
-        submit(snapshot)
+        if stream.streaming:
+            submit(snapshot)
         complete = False
         try:
-            with self._copier.copying():
+            with self._copier.copying(at_once=stream.streaming):
                 self._fill(stream, sources, self._wait_s if wait_s is None else wait_s)
             complete = True
         finally:
             stream.finish(complete)
+            if not stream.streaming:
+                submit(snapshot)
         return snapshot
 
     def close(self) -> None:

@@ -101,8 +101,24 @@ def test_a_copy_that_fails_tells_whoever_waits_for_it(gated: Gated) -> None:
         gated.copier.copy(torch.zeros(3), gated.source)
         marked = gated.copier.mark()
     gated.gate.set()
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(StorageError, match="size"):
         marked.wait(20)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_copies_begin_with_their_mark_only_where_somebody_waits_for_buffers(at_once: bool) -> None:
+    copier, source, target = ThreadCopier(20.0), torch.ones(4), torch.zeros(4)
+    with copier.copying(at_once):
+        copier.copy(target, source)
+        marked = copier.mark()
+        if at_once:
+            marked.wait(20)
+        else:
+            with pytest.raises(StorageError):
+                marked.wait(0.05)
+    marked.wait(20)
+    assert target.tolist() == source.tolist()
+    copier.close()
 
 
 def test_after_the_end_what_is_queued_is_still_copied(gated: Gated) -> None:

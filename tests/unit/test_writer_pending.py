@@ -59,8 +59,9 @@ def snapshot(pool: StagingPool) -> Snapshot:
     tensors = [ShardTensor(name, "fp32", "layers.0", "F32", 4)]
     shard = layout(tensors, slices, ShardAbout(step=7, attempt=1, part=0, rank=0, world_size=1, rng=None))
     stream, copier, block = BlockStream(pool, streaming=False), ThreadCopier(10.0), pool.take(1.0)
-    copier.copy(block.tensor[:16], torch.arange(4.0).view(torch.uint8))
-    stream.append(block, 16, copier.mark())
+    with copier.copying():
+        copier.copy(block.tensor[:16], torch.arange(4.0).view(torch.uint8))
+        stream.append(block, 16, copier.mark())
     stream.finish(True)
     return Snapshot(EVENT, (LayerWrite("layers.0", "drift", 1.0, 0.5, 3),), {}, shard, stream)
 
