@@ -214,6 +214,8 @@ class Campaign:
             "hangs": self.score.hangs,
             "max_age": verdict.max_age,
             "compared": verdict.compared,
+            "lost_residuals": verdict.lost_residuals,
+            "compared_residuals": verdict.compared_residuals,
             "seconds": round(seconds, 1),
             "seconds_per_kill": round(seconds / max(1, self.score.kills), 1),
             "problems": [*verdict.problems, *self.score.own_ends],

@@ -5,30 +5,34 @@ lie, and every hash is compared with the one that the ranks took of their live t
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from cluster.witness import Hashes, Life, Notes, hash_of
+from cluster.campaign_files import Chain, Save, State, committed_saves, read_chains, read_parts
+from cluster.campaign_residuals import missed, residuals_of, restored, versions_of
+from cluster.witness import Hashes, Life, Notes
 from layercheck.manifest import EventId
 
-Version = tuple[str, int, int]
-"""(layer, step, attempt)."""
+_ROLL_BACKS = ("uniform", "warmup_rollback")
 
 
 @dataclass
 class Verdict:
-    """What the checks found; counts are of versions, `compared` and `wrong_bytes` of each rank's part."""
+    """What the checks found; the lost are counted once, what was compared and wrong for each rank's part.
+
+    `compared_residuals` are those of the compared parts that came back with a residual.
+    """
 
     lost_versions: int = 0
+    lost_residuals: int = 0
     wrong_bytes: int = 0
     max_age: int = 0
     compared: int = 0
+    compared_residuals: int = 0
     problems: list[str] = field(default_factory=list)
 
     def wrong(self, text: str) -> None:
@@ -39,6 +43,11 @@ class Verdict:
     def lost(self, text: str) -> None:
         """Counts one committed version that recovery did not find."""
         self.lost_versions += 1
+        self.problems.append(text)
+
+    def lost_residual(self, text: str) -> None:
+        """Counts one committed residual that recovery did not add."""
+        self.lost_residuals += 1
         self.problems.append(text)
 
 
@@ -58,14 +67,18 @@ class Judge:
 
     def look(self) -> None:
         """Judges what is new."""
-        rows = committed_rows(self._store)
+        # Read before the notes: the step of each of these events is in them.
+        stored = committed_saves(self._store)
         seen = Seen(self._notes.lives(), read_chains(self._store))
+        # Read after the notes: whatever the plans in them could take is here.
+        known = committed_saves(self._store)
         for attempt in sorted(seen.attempts.keys() - self._judged):
             self._judged.add(attempt)
-            self._recovery(seen, attempt, {(row["layer"], row["step"], row["attempt"]) for row in rows})
-        for folder in sorted({folder for row in rows if (folder := row["folder"])} - self._read):
+            self._recovery(seen, attempt, known)
+        for folder in sorted({save.folder for save in stored if save.folder} - self._read):
             self._read.add(folder)
-            self._event(seen, folder)
+            added = {save.layer for save in stored if save.folder == folder and save.base is not None}
+            self._event(seen, folder, added)
 
     def finish(self) -> None:
         """Judges what is new and the history as a whole."""
@@ -74,32 +87,68 @@ class Judge:
 
     # ------------------------------------------------------------------ one recovery
 
-    def _recovery(self, seen: "Seen", attempt: int, committed: set[Version]) -> None:
+    def _recovery(self, seen: "Seen", attempt: int, saves: set[Save]) -> None:
         plan = seen.attempts[attempt][0].plan
         if plan is None:
             return
+        self._ages(attempt, plan)
+        live = live_saves(saves, seen.chains.get(attempt, ()), plan["t_fail"])
+        rolls_back = plan["mode"] in _ROLL_BACKS
+        newest = newest_versions(live, rolls_back)
+        for row in plan["layers"]:
+            name, version = row["name"], (row["step"], row["attempt"])
+            if version < newest.get(name, (-1, 0)):
+                self.verdict.lost(f"attempt {attempt} took {name} of {version}, not of {newest[name]}")
+            # The state of one step, which a roll-back goes to, takes none.
+            residuals = [] if rolls_back else residuals_of(live, name, version)
+            if better := missed(residuals, row["residual"]):
+                self.verdict.lost_residual(
+                    f"attempt {attempt} took {name} of {version} with the residual of {row['residual']}, "
+                    f"not of {better.step}"
+                )
+            taken = [save for save in residuals if save.step == row["residual"]]
+            for life in seen.attempts[attempt]:
+                if row["residual"] is None:
+                    self._installed(seen, life, row)
+                else:
+                    self._installed_sum(life, row, versions_of(saves, name, version), taken)
+
+    def _ages(self, attempt: int, plan: dict[str, Any]) -> None:
         self.verdict.max_age = max(self.verdict.max_age, plan["max_age"])
         s_max = json.loads((self._store / "run.json").read_text())["config"]["checkpoint"]["s_max"]
         if plan["max_age"] > s_max:
             self.verdict.problems.append(f"attempt {attempt}: age {plan['max_age']} is above s_max={s_max}")
         if plan["bad"]:
             self.verdict.problems.append(f"attempt {attempt}: bad shards {plan['bad']}")
-        chain = seen.chains.get(attempt)
-        whole = plan["mode"] != "composite"
-        newest = {} if chain is None else newest_versions(committed, chain, plan["t_fail"], whole)
-        for layer in plan["layers"]:
-            name, version = layer["name"], (layer["step"], layer["attempt"])
-            if version < newest.get(name, (-1, 0)):
-                self.verdict.lost(f"attempt {attempt} took {name} of {version}, not of {newest[name]}")
-            for life in seen.attempts[attempt]:
-                assert life.installed is not None
-                self._compare(
-                    f"installed by attempt {attempt}", seen, life.rank, name, version, life.installed
-                )
 
-    def _compare(
-        self, what: str, seen: "Seen", rank: int, layer: str, version: tuple[int, int], found: Hashes
+    def _installed(self, seen: "Seen", life: Life, row: dict[str, Any]) -> None:
+        """One rank's part of a layer that came back as its version."""
+        assert life.installed is not None
+        version = row["step"], row["attempt"]
+        what = f"installed by attempt {life.attempt}"
+        self._compare(what, seen, life.rank, row["name"], version, life.installed)
+
+    def _installed_sum(
+        self, life: Life, row: dict[str, Any], versions: list[Save], residuals: list[Save]
     ) -> None:
+        """The same of a layer with a residual; nothing is said where a file of it was collected meanwhile."""
+        assert life.installed is not None
+        what = (
+            f"{row['name']} of (step, attempt) {(row['step'], row['attempt'])} and the residual of "
+            f"{row['residual']}, rank {life.rank}, installed by attempt {life.attempt}"
+        )
+        if not residuals:
+            self.verdict.wrong(f"{what}: no such residual counts")
+            return
+        wanted = restored(self._store, versions, residuals, life.rank)
+        if wanted is None:
+            return
+        self.verdict.compared += 1
+        self.verdict.compared_residuals += 1
+        if wanted.hash != life.installed.get(row["name"]):
+            self.verdict.wrong(f"{what}: other bytes")
+
+    def _compare(self, what: str, seen: "Seen", rank: int, layer: str, version: State, found: Hashes) -> None:
         self.verdict.compared += 1
         truth = seen.truth(rank, *version)
         if truth is None or truth.get(layer) != found.get(layer):
@@ -108,30 +157,19 @@ class Judge:
 
     # ------------------------------------------------------------------ one event
 
-    def _event(self, seen: "Seen", folder: str) -> None:
+    def _event(self, seen: "Seen", folder: str, residuals: set[str]) -> None:
+        """Versions are what the ranks noted; residuals are rounded, and seen again at a recovery."""
         event = EventId.parse(folder)
         assert event is not None
         for path in sorted((self._store / folder).glob("rank-*.safetensors")):
             try:
-                layers = _hashes_of_file(path)
+                parts = read_parts(path)
             except FileNotFoundError:
                 continue  # collected meanwhile
             rank = int(path.stem.removeprefix("rank-"))
-            for layer in layers:
-                self._compare("stored", seen, rank, layer, (event.step, event.attempt), layers)
-
-
-@dataclass(frozen=True)
-class Link:
-    """One attempt of a chain: it began after step `r_b`, and saw its predecessor's commits to `saw_step`."""
-
-    attempt: int
-    r_b: int
-    saw_step: int
-
-
-Chain = tuple[Link, ...]
-"""An attempt's lineage, oldest first; the last link is its own."""
+            hashes = {layer: part.hash for layer, part in parts.items() if layer not in residuals}
+            for layer in hashes:
+                self._compare("stored", seen, rank, layer, (event.step, event.attempt), hashes)
 
 
 @dataclass(frozen=True)
@@ -187,78 +225,31 @@ def _spans(steps: list[int]) -> str:
     return f"{steps[0]} to {steps[-1]}" + (f" with gaps {gaps}" if gaps else "")
 
 
-def newest_versions(
-    committed: set[Version], chain: Chain, t_fail: int, whole: bool
-) -> dict[str, tuple[int, int]]:
-    """Layer -> (step, attempt) of its newest committed version that counts for a new attempt.
-
-    Args:
-        committed: all versions.
-        chain: the new attempt's.
-        t_fail: last step that was complete before it.
-        whole: take the newest step at which every layer has a version.
-    """
-    live = {version for version in committed if _counts(version, chain) and version[1] <= t_fail}
-    names = {layer for layer, _, _ in live}
-    if whole:
-        steps = [{(step, attempt) for layer, step, attempt in live if layer == name} for name in names]
-        live = {(name, *max(set.intersection(*steps), default=(-1, 0))) for name in names} if names else set()
-    return {name: max((step, a) for layer, step, a in live if layer == name) for name in names}
+def live_saves(saves: Iterable[Save], chain: Chain, t_fail: int) -> set[Save]:
+    """What counts for a new attempt: its chain, and the last step that was complete before it."""
+    return {save for save in saves if _counts(save, chain) and save.step <= t_fail}
 
 
-def _counts(version: Version, chain: Chain) -> bool:
-    _, step, attempt = version
-    position = next((i for i, link in enumerate(chain[:-1]) if link.attempt == attempt), None)
+def _counts(save: Save, chain: Chain) -> bool:
+    position = next((i for i, link in enumerate(chain[:-1]) if link.attempt == save.attempt), None)
     if position is None:
         return False
     later = chain[position + 1 :]
-    return step <= later[0].saw_step and all(step <= link.r_b for link in later[:-1])
+    return save.step <= later[0].saw_step and all(save.step <= link.r_b for link in later[:-1])
 
 
-# ---------------------------------------------------------------- files as they lie
+def newest_versions(live: Iterable[Save], whole: bool) -> dict[str, State]:
+    """Layer -> its newest version of those that count.
 
-
-def read_chains(store: Path) -> dict[int, Chain]:
-    """Attempt -> its lineage, of every attempt record that can be read."""
-    chains = {}
-    for path in (store / "attempts").glob("a[0-9]*.json"):
-        if path.name.count(".") == 1:
-            record = json.loads(path.read_text())
-            links = [Link(link["attempt"], link["r_b"], link["saw_step"]) for link in record["lineage"]]
-            chains[int(record["attempt"])] = tuple(links)
-    return chains
-
-
-def committed_rows(store: Path) -> list[dict[str, Any]]:
-    """A row (layer, step, attempt, folder) of each version ever committed; no folder for one collected."""
-    rows: list[dict[str, Any]] = []
-    for path in sorted((store / "history").glob("*.parquet")):
-        rows += [{**row, "folder": ""} for row in _rows(path)]
-    for path in sorted((store / "events").glob("*/commit.parquet")):
-        rows += [{**row, "folder": f"events/{path.parent.name}"} for row in _rows(path)]
-    return rows
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        return list(pq.read_table(path, columns=["layer", "step", "attempt"]).to_pylist())
-    except (FileNotFoundError, pa.ArrowInvalid):
-        return []  # collected meanwhile; what cannot be read counts as absent
-
-
-def _hashes_of_file(path: Path) -> Hashes:
-    """Layer -> hash of a shard file's part, made as the witness makes it."""
-    content = path.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
-    metadata = {k: json.loads(text) for k, text in header.pop("__metadata__").items() if k != "layercheck"}
-    tensors: dict[str, dict[str, bytes]] = {meta["layer"]: {} for meta in metadata.values()}
-    scalars: dict[str, dict[str, Any]] = {layer: {} for layer in tensors}
-    for parameter, meta in metadata.items():
-        scalars[meta["layer"]][parameter] = meta["state"]
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        if end > begin:
-            layer = metadata[name.rpartition("/")[0]]["layer"]
-            tensors[layer][name] = content[start + begin : start + end]
-    return {layer: hash_of(tensors[layer], scalars[layer]) for layer in tensors}
+    Args:
+        live: what counts, residuals too.
+        whole: take the newest step at which every layer has a version.
+    """
+    states: dict[str, set[State]] = {}
+    for save in live:
+        if save.base is None:
+            states.setdefault(save.layer, set()).add(save.state)
+    if whole and states:
+        common = set.intersection(*states.values())
+        return {name: max(common, default=(-1, 0)) for name in states}
+    return {name: max(of_layer) for name, of_layer in states.items()}

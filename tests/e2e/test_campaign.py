@@ -51,6 +51,7 @@ def check(result: dict[str, Any], kills: int) -> None:
     assert set(result) >= PROMISED
     assert (result["kills"], result["recovered"], result["hangs"]) == (kills, kills, 0)
     assert (result["lost_versions"], result["wrong_bytes"], result["problems"]) == (0, 0, [])
+    assert result["lost_residuals"] == 0
     assert 0 < result["max_age"] <= 24
     assert result["compared"] > 10 * kills, "hardly anything was compared"
 
@@ -63,6 +64,13 @@ def test_three_kills(tmp_path):
 @pytest.mark.slow
 def test_twelve_kills(tmp_path):
     check(campaign(tmp_path, 12, seed=12), 12)
+
+
+@pytest.mark.slow
+def test_eight_kills_of_a_run_with_residuals(tmp_path):
+    found = campaign(tmp_path, 8, 3, "checkpoint.settings.residual.enabled=true")
+    check(found, 8)
+    assert found["compared_residuals"] > 0, "no recovery added a residual"
 
 
 @pytest.mark.slow
