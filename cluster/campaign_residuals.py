@@ -84,6 +84,6 @@ def _base_of(part: Part, parameter: str) -> State | None:
 def _distance(part: Part, parameter: str) -> Floats:
     about = part.about[parameter]
     code = Code(about["residual"]["bits"], about["residual"]["block"])
-    codes = np.frombuffer(part.tensors[f"{parameter}/{RESIDUAL}"], np.int8 if code.bits == 8 else np.uint8)
+    codes = np.frombuffer(part.tensors[f"{parameter}/{RESIDUAL}"], np.int8)
     scales = np.frombuffer(part.tensors[f"{parameter}/{SCALE}"], np.uint16)
     return dequantise(codes, scales, about["numel"], code)

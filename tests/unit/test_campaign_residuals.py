@@ -132,11 +132,16 @@ def test_a_file_with_a_residual_of_another_version_is_wrong(
     assert all(str(words) in problem for problem in problems)
 
 
-@pytest.mark.parametrize(("name", "offset", "fits"), [("w", 4, True), ("w", 0, False), ("v", 4, False)])
-def test_a_residual_of_other_elements_adds_to_nothing(name: str, offset: int, fits: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "offset", "base_step", "fits"),
+    [("w", 4, 2, True), ("w", 0, 2, False), ("v", 4, 2, False), ("w", 4, 3, False)],
+)
+def test_a_residual_of_something_else_adds_to_nothing(
+    name: str, offset: int, base_step: int, fits: bool
+) -> None:
     one = np.ones(1, np.float32).tobytes()
     version = Part({"w/fp32": one}, {"w": {"offset": 4, "numel": 1, "state": {}}})
-    coding = {"bits": 8, "block": 64, "base_step": 2, "base_attempt": 1}
+    coding = {"bits": 8, "block": 64, "base_step": base_step, "base_attempt": 1}
     tensors = {f"{name}/residual": bytes(64), f"{name}/residual_scale": bytes(2)}
     about = {name: {"offset": offset, "numel": 1, "state": {}, "residual": coding}}
     assert added(version, Part(tensors, about), BASE) == (version if fits else Part())
@@ -188,10 +193,16 @@ def test_a_residual_beyond_the_failure_is_not_missed(store: Store) -> None:
     assert [text for text in store.judge().verdict.problems if "residual" in text] == []
 
 
-def test_residuals_of_other_versions_and_layers_are_not_missed(store: Store) -> None:
+def test_residuals_of_other_versions_are_not_missed(store: Store) -> None:
     store.commit(5, 1, "embed", residuals={"norm": (0, 1)})
     store.attempt(5, 5, range(6, 8), store.plan_for(5, embed=(5, 1), norm=(4, 1)))
     assert store.judge().verdict.problems == []
+
+
+def test_residuals_of_another_layers_version_of_the_same_step_are_not_missed(store: Store) -> None:
+    store.commit(5, 1, residuals={"norm": (4, 1)})
+    store.attempt(5, 5, range(6, 8), store.plan_for(5, {"norm": (5, 1)}, embed=(4, 1), norm=(4, 1)))
+    assert store.judge().verdict.lost_residuals == 0
 
 
 @pytest.mark.parametrize("saw_step", [3, 4])
@@ -284,6 +295,20 @@ def test_what_is_committed_and_taken_while_the_judge_reads_is_known(store: Store
     judge.look()
     assert judge.verdict.problems == []
     assert judge.verdict.compared_residuals == 2
+
+
+def test_an_event_is_judged_once_the_notes_of_its_step_are_read(store: Store) -> None:
+    judge = Judge(store.folder, store.notes)
+    lives = judge._notes.lives
+
+    def earlier() -> Any:
+        found = lives()
+        store.commit(6, 1, "embed")  # its step was noted after that
+        return found
+
+    judge._notes.lives = earlier  # type: ignore[method-assign]
+    judge.look()
+    assert judge.verdict.problems == []
 
 
 def test_parts_of_the_history_that_are_merged_while_they_are_read_are_not_missed(
