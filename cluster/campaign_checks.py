@@ -102,9 +102,9 @@ class Judge:
             # The state of one step, which a roll-back goes to, takes none.
             residuals = [] if rolls_back else residuals_of(live, name, version)
             if better := missed(residuals, row["residual"]):
+                had = "no residual" if row["residual"] is None else f"the residual of {row['residual']}"
                 self.verdict.lost_residual(
-                    f"attempt {attempt} took {name} of {version} with the residual of {row['residual']}, "
-                    f"not of {better.step}"
+                    f"attempt {attempt} took {name} of {version} with {had}, not with that of {better.step}"
                 )
             taken = [save for save in residuals if save.step == row["residual"]]
             for life in seen.attempts[attempt]:

@@ -164,14 +164,14 @@ def test_an_older_residual_than_the_newest_committed_one_is_a_lost_residual(stor
     store.attempt(5, 4, range(6, 8), plan)
     verdict = store.judge().verdict
     assert (verdict.lost_residuals, verdict.lost_versions, verdict.wrong_bytes) == (1, 0, 0)
-    assert verdict.problems == ["attempt 2 took embed of (2, 1) with the residual of 3, not of 4"]
+    assert verdict.problems == ["attempt 2 took embed of (2, 1) with the residual of 3, not with that of 4"]
 
 
 def test_a_version_that_came_back_without_its_residual_is_a_lost_residual(store: Store) -> None:
     store.attempt(5, 4, range(6, 8), store.plan_for(5, embed=BASE, norm=(4, 1)))
     verdict = store.judge().verdict
     assert (verdict.lost_residuals, verdict.lost_versions, verdict.wrong_bytes) == (1, 0, 0)
-    assert verdict.problems == ["attempt 2 took embed of (2, 1) with the residual of None, not of 4"]
+    assert verdict.problems == ["attempt 2 took embed of (2, 1) with no residual, not with that of 4"]
 
 
 def test_a_collected_residual_is_missed_as_well(store: Store) -> None:
