@@ -19,6 +19,8 @@ from layercheck.model_facts import tokenizer_files
 from layercheck.persistence.storage import Storage, open_run_folder, open_storage
 from layercheck.zero3 import Zero3Engine
 
+Maker = Callable[[Config, Zero3Engine, Storage], Baseline]
+
 
 def open_session(
     job: Job,
@@ -52,6 +54,18 @@ def open_session(
             run_info={"config": config.resolved(), "tokenizer_files": tokenizer_files(job.dataset.tokenizer)},
             vaults=vaults,
         )
+    return open_baseline(job, submission)
+
+
+def open_baseline(job: Job, submission: str | None, make: Maker | None = None) -> BaselineSession:
+    """The session of a baseline. A collective.
+
+    Args:
+        job: of this rank.
+        submission: the same for all restarts of one submission.
+        make: in the place of what makes the baseline of `checkpoint.method`.
+    """
+    config, method = job.config, job.config.checkpoint.method
     settings, zero3 = config.checkpoint.settings, Zero3Engine(job.engine)
     place = RunPlace(
         storage=open_run_folder(config.run.storage_root, config.run.name),
@@ -62,7 +76,8 @@ def open_session(
         wait_s=settings.storage_wait_s,
         flush_s=settings.metrics_flush_s,
     )
-    return BaselineSession(_MAKERS[method](config, zero3, place.storage), zero3, place)
+    make = make or _MAKERS[method]
+    return BaselineSession(make(config, zero3, place.storage), zero3, place)
 
 
 def will_recover(config: Config) -> bool:
@@ -131,7 +146,7 @@ def _gemini(config: Config, zero3: Zero3Engine, storage: Storage) -> Baseline:
     return GeminiCopies(zero3, committer_of(config, zero3, storage), hosts, settings)
 
 
-_MAKERS: dict[str, Callable[[Config, Zero3Engine, Storage], Baseline]] = {
+_MAKERS: dict[str, Maker] = {
     "deepspeed": _deepspeed,
     "dcp_async": _dcp_async,
     "checkfreq": _checkfreq,

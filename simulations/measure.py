@@ -9,8 +9,8 @@
   `residuals.json`.
 - `memory`: what a killed worker, node or cluster loses with the memory tier; writes `memory.json`. With
   `--overhead` what the tier and residuals add to a step instead; writes `overhead.json`. With `--every-step`
-  what saves at every step add to it, for `ettr --step-ratio`; writes `every-step.json`. With `--tuned` only
-  those of its runs that fine-tune a model; writes `tuned.json`.
+  what saves at every step add to it, those of other methods too, for `ettr --step-ratio`; writes
+  `every-step.json`. With `--tuned` only those of its runs that fine-tune a model; writes `tuned.json`.
 
 `saving`, `methods`, `footprint`, `memory --overhead` and `--every-step` need the machine to themselves.
 """
@@ -54,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("what", choices=list(_COMMANDS))
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
     parser.add_argument("--quick", action="store_true", help="fewer steps, 10 to 15 minutes")
-    parser.add_argument("--methods", nargs="+", help=f"of `methods`: some of {' '.join(METHODS)}")
+    parser.add_argument(
+        "--methods", nargs="+", help=f"of `methods` and `--every-step`: some of {' '.join(METHODS)}"
+    )
     parser.add_argument("--rounds", type=int, help="of `methods`: blocks of each arm (full: 3, quick: 1)")
     parser.add_argument("--size", choices=list(SIZES), help="of the model of `methods` and `footprint`")
     parser.add_argument("--data", nargs="*", help="of `footprint`: files beside the bundled data")
@@ -127,10 +129,12 @@ def _memory(options: argparse.Namespace) -> dict[str, Any]:
     chosen = [flag for flag, is_given in flags.items() if is_given]
     if len(chosen) > 1:
         raise ConfigError(f"{chosen[0]} and {chosen[1]} are two measurements: leave one out")
+    if options.methods and not options.every_step:
+        raise ConfigError("--methods means nothing with memory but for --every-step: leave it out")
     if options.overhead or options.every_step:
         from simulations.memory.overhead import measure_overhead  # loads torch
 
-        return measure_overhead(options.out, options.quick, options.every_step)
+        return measure_overhead(options.out, options.quick, options.every_step, options.methods)
     from simulations.memory.run import measure_memory, measure_tuned
 
     return (measure_tuned if options.tuned else measure_memory)(options.out, options.quick, _say)
@@ -154,7 +158,7 @@ _FLAGS = {
     "footprint": {"quick", "size", "data"},
     "sizes": {"folders"},
     "residuals": {"quick"},
-    "memory": {"quick", "overhead", "every_step", "tuned"},
+    "memory": {"quick", "overhead", "every_step", "tuned", "methods"},
 }
 
 

@@ -91,6 +91,7 @@ PURE = {
     "simulations.fidelity.result",
     "simulations.memory.arms",
     "simulations.memory.figures",
+    "simulations.memory.peers",
     "simulations.memory.result",
     "simulations.memory.tuned",
     "simulations.methods",

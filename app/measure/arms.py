@@ -8,13 +8,14 @@ threads.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
+from app.baselines.protocol import MethodSession
 from app.data import open_dataset
 from app.measure.regime import CHECKPOINT, Regime, config
 from app.model import build_engine, build_model, init_distributed, set_lr
@@ -24,6 +25,7 @@ from app.step import Job, mean_over_ranks, one_step
 from layercheck.persistence.file_calls import Buffer
 from layercheck.persistence.storage import LocalStorage, Storage, open_storage
 from layercheck.session import Session, attach
+from layercheck.tracking.drift import DriftMeter
 
 THROTTLE_BYTES_PER_S = 100e6
 BURST = 5
@@ -61,14 +63,24 @@ class Samples:
     collective_s: list[float] = field(default_factory=list)
     thread_cpu_s: float = 0.0
     max_age: int = 0
+    bytes_written: int = 0
 
 
 @dataclass
 class Arm:
-    """An engine with or without a session, and what was measured of it."""
+    """An engine with or without a session, and what was measured of it.
+
+    Attributes:
+        job: its training.
+        session: what protects it.
+        meter: of a session that measures drift inside the optimizer.
+        threads: those of the session that live as long as it does.
+        samples: of the measured steps.
+    """
 
     job: Job
-    session: Session | None = None
+    session: MethodSession | None = None
+    meter: DriftMeter | None = None
     threads: tuple[threading.Thread, ...] = ()
     samples: Samples = field(default_factory=Samples)
 
@@ -87,13 +99,18 @@ class Arm:
         report = self.session.after_step(step, {"loss": loss})
         if not measured:
             return
-        meter = self.session.meter
-        self.samples.train_s.append(trained - begin - meter.hook_s)
+        hook_s, collective_s = self._metered_s()
+        self.samples.train_s.append(trained - begin - hook_s)
         self.samples.after_s.append(time.perf_counter() - trained)
         self.samples.stall_s.append(report.stall_s)
-        self.samples.hook_s.append(meter.hook_s)
-        self.samples.collective_s.append(meter.collective_s)
+        self.samples.hook_s.append(hook_s)
+        self.samples.collective_s.append(collective_s)
         self.samples.max_age = max(self.samples.max_age, report.max_age)
+        self.samples.bytes_written += report.bytes_written
+
+    def _metered_s(self) -> tuple[float, float]:
+        """Seconds of the newest step in the optimizer's hooks, and in the all-reduce of drifts."""
+        return (0.0, 0.0) if self.meter is None else (self.meter.hook_s, self.meter.collective_s)
 
 
 def measure_arms(rank: int, storage: str, regime: Regime) -> dict[str, Samples]:
@@ -132,6 +149,16 @@ def bursts(warmup: int, last: int) -> list[range]:
     ]
 
 
+def steps_inside(warmup: int, last: int) -> list[int]:
+    """Places among the measured steps of those that come right after another step of the same arm.
+
+    Beside the first of a burst runs what the arm before has left, beside these what their own has.
+    """
+    return [
+        step - warmup - 1 for steps in bursts(warmup, last) if steps.start > warmup for step in steps[1:]
+    ]
+
+
 def _arm(rank: int, world_size: int, folder: str, shared: str, name: str, regime: Regime) -> Arm:
     job = job_of(rank, world_size, shared, "stock" if name == "stock" else "layer", regime)
     if name == "stock":
@@ -148,7 +175,8 @@ def saving(job: Job, attached: Callable[[], Session]) -> Arm:
     before = set(threading.enumerate())
     session = attached()
     session.resume()
-    return Arm(job, session, tuple(thread for thread in threading.enumerate() if thread not in before))
+    threads = tuple(thread for thread in threading.enumerate() if thread not in before)
+    return Arm(job, session, session.meter, threads)
 
 
 def _thread_cpu_s(arm: Arm) -> float:
@@ -157,9 +185,19 @@ def _thread_cpu_s(arm: Arm) -> float:
     return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents)
 
 
-def job_of(rank: int, world_size: int, shared: str, groups: str, regime: Regime) -> Job:
-    """The training of one arm; `shared` is the folder of the data, `groups` are layer or stock."""
-    settings = config(shared, groups, regime.last_step)
+def job_of(
+    rank: int, world_size: int, shared: str, groups: str, regime: Regime, items: Sequence[str] = ()
+) -> Job:
+    """The training of one arm.
+
+    Args:
+        rank: of this process; `world_size` is their number.
+        shared: folder of the data.
+        groups: of the optimizer, `layer` or `stock`.
+        regime: how long.
+        items: `--set` items of this arm alone.
+    """
+    settings = config(shared, groups, regime.last_step, items=items)
     init_distributed(settings)
     dataset = open_dataset(settings, rank)
     engine: Any = build_engine(build_model(settings, dataset.tokenizer, world_size), settings, world_size)

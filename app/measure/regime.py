@@ -1,9 +1,10 @@
 """The conditions of the measurement: a model whose step takes about a second on two cores, often saved."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.config import Config, parse
+from app.config import Config, parse, set_key
 
 WORLD_SIZE = 2
 CHECKPOINT: dict[str, Any] = {
@@ -44,7 +45,9 @@ FULL = Regime(num_steps=300, num_write_pairs=20)
 QUICK = Regime(num_steps=170, num_write_pairs=10)
 
 
-def config(storage: str, groups: str, num_steps: int, size: str = "large") -> Config:
+def config(
+    storage: str, groups: str, num_steps: int, size: str = "large", items: Sequence[str] = ()
+) -> Config:
     """Six blocks and an embedding, on the bundled text.
 
     Args:
@@ -52,37 +55,38 @@ def config(storage: str, groups: str, num_steps: int, size: str = "large") -> Co
         groups: `layer` or `stock`.
         num_steps: length of the learning rate's schedule.
         size: of `SIZES`.
+        items: `--set` items that are laid over all that.
     """
     model = SIZES[size]
-    return parse(
-        {
-            "run": {"name": groups, "storage": storage, "seed": 7},
-            "model": {
-                "config": {
-                    "model_type": "qwen2",
-                    "vocab_size": 8192,
-                    "hidden_size": model.hidden,
-                    "intermediate_size": model.intermediate,
-                    "num_hidden_layers": 6,
-                    "num_attention_heads": 8,
-                    "num_key_value_heads": 4,
-                    "max_position_embeddings": 256,
-                    "tie_word_embeddings": True,
-                },
-                "vocab_size": 2048,
+    settings: dict[str, Any] = {
+        "run": {"name": groups, "storage": storage, "seed": 7},
+        "model": {
+            "config": {
+                "model_type": "qwen2",
+                "vocab_size": 8192,
+                "hidden_size": model.hidden,
+                "intermediate_size": model.intermediate,
+                "num_hidden_layers": 6,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 256,
+                "tie_word_embeddings": True,
             },
-            "data": {"source": "bundled", "seq_len": 64, "max_rows": 200, "cache": f"{storage}/data"},
-            "train": {
-                "steps": num_steps,
-                "global_batch": 2 * WORLD_SIZE,
-                "micro_batch": 2,
-                "lr": 1.0e-4,
-                "schedule": "linear",
-                "min_lr_ratio": 0.5,
-                "groups": groups,
-            },
-            "checkpoint": {"method": "layercheck" if groups == "layer" else "none", "settings": CHECKPOINT},
-            "cluster": {"workers": WORLD_SIZE},
+            "vocab_size": 2048,
         },
-        "measuring regime",
-    )
+        "data": {"source": "bundled", "seq_len": 64, "max_rows": 200, "cache": f"{storage}/data"},
+        "train": {
+            "steps": num_steps,
+            "global_batch": 2 * WORLD_SIZE,
+            "micro_batch": 2,
+            "lr": 1.0e-4,
+            "schedule": "linear",
+            "min_lr_ratio": 0.5,
+            "groups": groups,
+        },
+        "checkpoint": {"method": "layercheck" if groups == "layer" else "none", "settings": {**CHECKPOINT}},
+        "cluster": {"workers": WORLD_SIZE},
+    }
+    for item in items:
+        set_key(settings, item)
+    return parse(settings, "measuring regime")

@@ -82,9 +82,12 @@ def overhead_markdown(content: Mapping[str, Any]) -> str:
         "",
         *_table(_COST_HEAD, [_cost_row(name, arm, conditions["steps"]) for name, arm in arms]),
         "",
-        "Step: median seconds of the slower rank, saving included. Ratio: of medians, to the first arm, with "
-        "its 95 % interval. Overhead: visible stall and processor time of our threads in a rank, over "
-        "training alone. Stall and threads: a step and rank. Stored: a step, all ranks.",
+        "Step: median seconds of the slower rank, saving included. Ratio: of medians, to the base, with its "
+        "95 % interval. Inside: the same without the first of some steps in a row, beside which runs what "
+        "the arm before has left. To none: to stock groups without a session; all other arms have layer "
+        "groups, which alone change a step. Overhead: visible stall and processor time of our threads in a "
+        "rank, over training alone; not of other methods, whose threads come and go. Stall and threads: a "
+        "step and rank. Stored: a step, all ranks.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -101,7 +104,8 @@ _TUNED_HEAD = (
     "deviation", "step (s)",
 )  # fmt: skip
 _COST_HEAD = (
-    "arm", "step (s)", "ratio", "overhead", "stall (ms)", "threads (ms)", "stored (MB)", "oldest version",
+    "arm", "base", "step (s)", "ratio", "inside", "to none", "overhead", "stall (ms)", "threads (ms)",
+    "stored (MB)", "oldest version",
 )  # fmt: skip
 
 
@@ -164,14 +168,22 @@ def _layer_rows(content: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def _cost_row(name: str, arm: Row, steps: int) -> tuple[str, ...]:
     return (
         name,
+        arm["base"],
         f"{arm['step_s']:.3f}",
-        f"{arm['ratio']:.3f} ({arm['ci95'][0]:.3f} to {arm['ci95'][1]:.3f})",
-        f"{arm['overhead_ratio']:.4f}",
+        *(_with_interval(arm, end) for end in ("", "_inside", "_to_none")),
+        f"{arm['overhead_ratio']:.4f}" if "overhead_ratio" in arm else "-",
         f"{1000 * arm['stall_s']:.1f}",
-        f"{1000 * arm['threads_s']:.1f}",
+        f"{1000 * arm['threads_s']:.1f}" if "threads_s" in arm else "-",
         f"{arm['bytes_stored'] / steps / 1e6:.2f}",
-        f"{arm['max_age']}",
+        "-" if arm["max_age"] is None else f"{arm['max_age']}",
     )
+
+
+def _with_interval(arm: Row, end: str) -> str:
+    if f"ratio{end}" not in arm:
+        return "-"
+    low, high = arm[f"ci95{end}"]
+    return f"{arm[f'ratio{end}']:.3f} ({low:.3f} to {high:.3f})"
 
 
 def _places(counts: Mapping[str, int]) -> str:

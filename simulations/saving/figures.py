@@ -54,9 +54,17 @@ def overhead_ratio(ranks: Sequence[Samples]) -> float:
     return 1 + (stall_s + cpu_s) / (train_s * len(ranks))
 
 
-def ab_ratio(saving: Sequence[Samples], stock: Sequence[Samples]) -> Ratio:
-    """Step time of one arm over that of another: medians of paired steps, by bootstrap."""
-    ours, theirs = step_s(saving), step_s(stock)
+def ab_ratio(
+    saving: Sequence[Samples], stock: Sequence[Samples], chosen: Sequence[int] | None = None
+) -> Ratio:
+    """Step time of one arm over that of another: medians of paired steps, by bootstrap.
+
+    Args:
+        saving: samples of each rank; `stock` those of the other arm.
+        chosen: places of the steps that count; None for all.
+    """
+    picked = slice(None) if chosen is None else list(chosen)
+    ours, theirs = step_s(saving)[picked], step_s(stock)[picked]
     generator = np.random.default_rng(1)
     picks = generator.integers(0, len(ours), size=(_RESAMPLES, len(ours)))
     ratios = np.median(ours[picks], axis=1) / np.median(theirs[picks], axis=1)

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from app.config import load_config
-from app.measure.arms import Samples, bursts
+from app.measure import regime
+from app.measure.arms import Samples, bursts, steps_inside
 from app.measure.memory.killed import CONFIG, settings_of
 from app.measure.memory.overhead import EVERY_STEP, USUAL
 from app.measure.memory.spec import Outcome, Recovered
 from app.measure.regime import CHECKPOINT, Regime
 from layercheck.config import MemoryConfig, parse_config
 from layercheck.errors import ConfigError
+from simulations.comparison import arms as comparison
 from simulations.measure import main
 from simulations.memory.arms import (
     CASCADE,
@@ -32,6 +34,7 @@ from simulations.memory.arms import (
 )
 from simulations.memory.figures import arm_figures, by_layer, verdicts
 from simulations.memory.overhead import content_of as overhead_of
+from simulations.memory.peers import IDLE, USUAL_PEERS, peers_of
 from simulations.memory.result import markdown, overhead_markdown
 from simulations.memory.run import content_of
 from simulations.memory.tuned import WITHIN_NOISE
@@ -191,7 +194,7 @@ def test_the_overhead_is_that_of_the_slower_rank_beside_saving_alone() -> None:
     arms = {name: [_samples(0.4), _samples(0.9)] for name in USUAL}
     stores = {name: Written(4_000_000, 12_000, {}, {}, 0) for name in USUAL}
     arms["saving+memory"] = [_samples(1.1), _samples(0.2)]
-    content = overhead_of(arms, Regime(4, 0), USUAL, stores)
+    content = overhead_of(arms, Regime(4, 0), USUAL, {}, stores)
     assert content["conditions"]["parameters"] == 1000
     memory = content["arms"]["saving+memory"]
     assert memory["ratio"] == pytest.approx(1.2 / 1.0)
@@ -199,11 +202,42 @@ def test_the_overhead_is_that_of_the_slower_rank_beside_saving_alone() -> None:
     assert (memory["stall_s"], memory["threads_s"]) == (pytest.approx(0.05), pytest.approx(0.2))
     assert content["arms"]["saving"]["ratio"] == pytest.approx(1.0)
     page = overhead_markdown(content)
-    assert "| saving+memory | 1.200 | 1.200 (1.200 to 1.200) | 1.3846 | 50.0 | 200.0 | 1.00 | 7 |" in page
+    ratio = "1.200 (1.200 to 1.200)"
+    row = f"| saving+memory | saving | 1.200 | {ratio} | {ratio} | - | 1.3846 | 50.0 | 200.0 | 1.00 | 7 |"
+    assert row in page
+
+
+def _idle(train_s: list[float]) -> Samples:
+    zeros = [0.0] * len(train_s)
+    return Samples(train_s, zeros, zeros, zeros, zeros, max_age=1, bytes_written=12_000_000)
+
+
+def test_each_arm_is_beside_one_with_its_own_groups_that_saves_nothing() -> None:
+    """And once more without the steps beside which the arm before still works."""
+    peers = peers_of(["gemini"])
+    steps_s = {"nothing saved": 1.0, "versions": 1.1, "memory": 1.2, "residuals": 1.3, IDLE: 2.0}
+    arms = {name: [_idle([step_s] * 6)] * 2 for name, step_s in steps_s.items()}
+    arms |= {"none": [Samples([4.0] * 6)] * 2, "gemini": [_idle([18.0, 2.0, 2.0, 6.0, 6.0, 18.0])] * 2}
+    stores = {name: Written(4_000_000, 12_000, {}, {}, 0) for name in EVERY_STEP}
+    content = overhead_of(arms, Regime(6, 0), EVERY_STEP, peers, stores)
+    bases = {name: arm["base"] for name, arm in content["arms"].items()}
+    assert {name for name, base in bases.items() if base == "nothing saved"} == EVERY_STEP.keys()
+    assert {name: bases[name] for name in peers} == {IDLE: IDLE, "none": "none", "gemini": IDLE}
+    gemini, memory = content["arms"]["gemini"], content["arms"]["memory"]
+    assert [gemini[name] for name in ("ratio", "ratio_inside", "ratio_to_none")] == [3.0, 2.0, 1.5]
+    assert (memory["ratio"], memory["ratio_to_none"]) == (pytest.approx(1.2), pytest.approx(0.3))
+    assert "overhead_ratio" in memory
+    assert "overhead_ratio" not in gemini  # nobody knows the seconds of all its threads
+    assert content["conditions"]["methods"] == {name: list(items) for name, items in peers.items()}
+    page = overhead_markdown(json.loads(json.dumps(content)))
+    assert f"| gemini | {IDLE} | 6.000 | 3.000 (" in page
+    assert "| - | 0.0 | - | 2.00 | 1 |" in page
+    assert "| none | none | 4.000 | 1.000 (1.000 to 1.000) |" in page
 
 
 def test_arms_take_turns_of_some_steps_and_the_warm_up_ends_with_one() -> None:
     assert bursts(7, 18) == [range(1, 6), range(6, 8), range(8, 13), range(13, 18), range(18, 19)]
+    assert steps_inside(7, 18) == [1, 2, 3, 4, 6, 7, 8, 9]
 
 
 def test_arms_of_every_step_differ_from_the_first_in_what_they_save_alone() -> None:
@@ -215,6 +249,55 @@ def test_arms_of_every_step_differ_from_the_first_in_what_they_save_alone() -> N
         config = parse_config(CHECKPOINT | own)
         saves = [config.k0 < 1e-9, config.memory.enabled, config.residual.enabled]
         assert sum(saves) == (name != "nothing saved"), name
+
+
+def test_other_methods_save_as_they_do_in_the_comparison_at_every_step() -> None:
+    peers = peers_of(comparison.METHODS)
+    found = {name: regime.config("/x", "layer", 1, items=items) for name, items in peers.items()}
+    there = {
+        arm.method: regime.config("/x", "layer", 1, items=arm.settings)
+        for arm in comparison.steady_arms(comparison.METHODS, comparison.FULL)
+        if "every_step" in arm.regimes and arm.method != "layercheck"
+    }
+    assert {name: config for name, config in found.items() if name != IDLE} == there
+    own = {name: config.checkpoint.baseline for name, config in found.items()}
+    assert own["gemini"].gemini.interval_steps == 1
+    assert own["deepspeed"].deepspeed.interval_steps == own["dcp_async"].dcp_async.interval_steps == 1
+    assert (own["checkfreq"].checkfreq.mode, own["checkfreq"].checkfreq.interval_steps) == ("manual", 1)
+    dense = own["lowdiff_dense"].lowdiff
+    assert (dense.mode, dense.batch, dense.base_every) == ("dense", 1, 100)
+    assert found["none"].train.groups == "stock"
+
+
+def test_the_arm_that_others_are_compared_with_has_a_session_that_never_saves() -> None:
+    assert list(peers_of(USUAL_PEERS)) == [IDLE, "none", "checkfreq", "gemini", "lowdiff_dense"]
+    idle = regime.config("/x", "layer", 1, items=peers_of(USUAL_PEERS)[IDLE])
+    assert (idle.checkpoint.method, idle.train.groups) == ("checkfreq", "layer")
+    tuning = idle.checkpoint.baseline.checkfreq
+    assert tuning.mode == "manual"
+    assert tuning.interval_steps > regime.FULL.last_step
+
+
+def test_items_of_one_arm_are_not_those_of_the_next() -> None:
+    other = regime.config("/x", "layer", 1, items=("checkpoint.settings.s_max=7",))
+    assert other.checkpoint.settings.s_max == 7
+    assert regime.config("/x", "layer", 1).checkpoint.settings.s_max == CHECKPOINT["s_max"] != 7
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--methods", "gemini"], "but for --every-step"),
+        (["--overhead", "--methods", "gemini"], "but for --every-step"),
+        (["--every-step", "--methods", "gemeni"], "--methods 'gemeni' is none of"),
+    ],
+)
+def test_methods_are_those_of_the_comparison_and_of_every_step_alone(
+    flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["memory", "--out", str(tmp_path / "out"), *flags]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("what", ["residuals", "saving"])

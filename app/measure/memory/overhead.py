@@ -1,18 +1,20 @@
-"""What the memory tier and residuals add to a step: arms on the same ranks, interleaved."""
+"""What the memory tier, residuals and other methods add to a step: arms on the same ranks, interleaved."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
+from app.baselines.gemini.host import HostCalls
 from app.measure.arms import Arm, Samples, interleaved, job_of, saving
 from app.measure.memory.keepers import RUN, OneNode
+from app.measure.peers import Peers, peer_arm
 from app.measure.regime import CHECKPOINT, Regime
 from layercheck.coordination.protocol import CoordinatorClient
 from layercheck.session import attach
 
 Settings = Mapping[str, dict[str, Any]]
-"""Arm -> its settings beyond those of `CHECKPOINT`; the others are compared with the first."""
+"""Arm of LayerCheck -> its settings beyond those of `CHECKPOINT`; the others are compared with the first."""
 _NEVER: dict[str, Any] = {"k0": 1e6, "s_max": 100_000}
 _ALWAYS: dict[str, Any] = {"k0": 1e-12, "s_max": 100_000}
 USUAL: Settings = {
@@ -38,7 +40,13 @@ Kept = tuple[CoordinatorClient, OneNode | None]
 
 
 def measure_cost(
-    rank: int, storage: str, regime: Regime, settings: Settings, kept: Mapping[str, Kept]
+    rank: int,
+    storage: str,
+    regime: Regime,
+    settings: Settings,
+    kept: Mapping[str, Kept],
+    peers: Peers,
+    stores: Mapping[str, HostCalls],
 ) -> dict[str, Samples]:
     """Runs all arms on this rank and returns their samples. Called on every rank.
 
@@ -46,14 +54,17 @@ def measure_cost(
         rank: of this process.
         storage: folder of the runs.
         regime: how long.
-        settings: of the arms.
+        settings: of LayerCheck's arms.
         kept: arm -> what runs outside.
+        peers: arms of other methods.
+        stores: of the hosts that keep GEMINI's copies.
     """
-    arms = {
+    ours = {
         name: _arm(rank, storage, name, CHECKPOINT | own, regime, *kept[name])
         for name, own in settings.items()
     }
-    return interleaved(arms, regime)
+    theirs = {name: peer_arm(rank, storage, name, items, regime, stores) for name, items in peers.items()}
+    return interleaved(ours | theirs, regime)
 
 
 def _arm(
