@@ -154,9 +154,7 @@ def steps_inside(warmup: int, last: int) -> list[int]:
 
     Beside the first of a burst runs what the arm before has left, beside these what their own has.
     """
-    return [
-        step - warmup - 1 for steps in bursts(warmup, last) if steps.start > warmup for step in steps[1:]
-    ]
+    return [step - warmup - 1 for steps in bursts(warmup, last) if steps.start > warmup for step in steps[1:]]
 
 
 def _arm(rank: int, world_size: int, folder: str, shared: str, name: str, regime: Regime) -> Arm:
@@ -191,7 +189,8 @@ def job_of(
     """The training of one arm.
 
     Args:
-        rank: of this process; `world_size` is their number.
+        rank: of this process.
+        world_size: number of ranks.
         shared: folder of the data.
         groups: of the optimizer, `layer` or `stock`.
         regime: how long.

@@ -87,7 +87,7 @@ def content_of(
         stores: what LayerCheck's arms have stored.
     """
     first = next(iter(settings))
-    bases = {name: first for name in settings} | {name: base_of(name) for name in peers}
+    bases = dict.fromkeys(settings, first) | {name: base_of(name) for name in peers}
     inside = steps_inside(int(CHECKPOINT["warmup_steps"]), regime.last_step)
     rows = {name: _row(arms, name, base, inside) for name, base in bases.items()}
     for name in settings:

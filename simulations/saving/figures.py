@@ -60,7 +60,8 @@ def ab_ratio(
     """Step time of one arm over that of another: medians of paired steps, by bootstrap.
 
     Args:
-        saving: samples of each rank; `stock` those of the other arm.
+        saving: samples of each rank.
+        stock: those of the other arm.
         chosen: places of the steps that count; None for all.
     """
     picked = slice(None) if chosen is None else list(chosen)

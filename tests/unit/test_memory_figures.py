@@ -226,6 +226,7 @@ def test_each_arm_is_beside_one_with_its_own_groups_that_saves_nothing() -> None
     gemini, memory = content["arms"]["gemini"], content["arms"]["memory"]
     assert [gemini[name] for name in ("ratio", "ratio_inside", "ratio_to_none")] == [3.0, 2.0, 1.5]
     assert (memory["ratio"], memory["ratio_to_none"]) == (pytest.approx(1.2), pytest.approx(0.3))
+    assert (gemini["max_age"], content["arms"]["none"]["max_age"]) == (1, None)
     assert "overhead_ratio" in memory
     assert "overhead_ratio" not in gemini  # nobody knows the seconds of all its threads
     assert content["conditions"]["methods"] == {name: list(items) for name, items in peers.items()}
@@ -279,9 +280,9 @@ def test_the_arm_that_others_are_compared_with_has_a_session_that_never_saves() 
 
 
 def test_items_of_one_arm_are_not_those_of_the_next() -> None:
-    other = regime.config("/x", "layer", 1, items=("checkpoint.settings.s_max=7",))
-    assert other.checkpoint.settings.s_max == 7
-    assert regime.config("/x", "layer", 1).checkpoint.settings.s_max == CHECKPOINT["s_max"] != 7
+    other = regime.config("/x", "layer", 1, items=("checkpoint.settings.s_max=77",))
+    assert other.checkpoint.settings.s_max == 77
+    assert regime.config("/x", "layer", 1).checkpoint.settings.s_max == CHECKPOINT["s_max"] != 77
 
 
 @pytest.mark.parametrize(
@@ -295,9 +296,9 @@ def test_items_of_one_arm_are_not_those_of_the_next() -> None:
 def test_methods_are_those_of_the_comparison_and_of_every_step_alone(
     flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["memory", "--out", str(tmp_path / "out"), *flags]) == 2
+    (tmp_path / "file").write_text("")  # what is not refused cannot begin there
+    assert main(["memory", "--out", str(tmp_path / "file" / "out"), *flags]) == 2
     assert words in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("what", ["residuals", "saving"])
