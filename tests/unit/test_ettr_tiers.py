@@ -50,13 +50,13 @@ def outcomes():
 
 def test_residuals_are_those_of_the_measurement():
     found = json.loads((ROOT / "simulations/results/2026-11-30/residuals/residuals.json").read_text())
-    arm, without = found["arms"]["bits-8-V-600-r-9"], found["predicted"]["without"]
+    arm, without = found["arms"]["bits-8-V-800-r-8"], found["predicted"]["without"]
     assert MEASURED_RESIDUALS.lost_part == arm["distance_ratio"] > arm["lost_steps_ratio"]
-    by_replay, usual = found["predicted"]["bits-8-V-600-r-9"], without["mean_interval_steps"]
+    by_replay, usual = found["predicted"]["bits-8-V-800-r-8"], without["mean_interval_steps"]
     versions, residuals = by_replay["mean_interval_steps"], by_replay["residual_interval_steps"]
     assert MEASURED_RESIDUALS.versions_part == pytest.approx(versions / usual)
     assert MEASURED_RESIDUALS.residuals_part == pytest.approx(residuals / usual)
-    # 12 bytes a parameter every 700 steps and 4 every 12.7, against 12 every 131.
+    # 12 bytes a parameter every 792 steps and 4 every 11.6, against 12 every 131.
     assert MEASURED_RESIDUALS.staged_part == pytest.approx((12 / versions + 4 / residuals) / (12 / usual))
 
 
