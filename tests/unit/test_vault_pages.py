@@ -28,7 +28,7 @@ def _held_open(node: Node, event: EventId) -> int:
     return os.open(_path(node, event), os.O_RDONLY)
 
 
-@pytest.mark.parametrize("nbytes", [100, 30, 300])
+@pytest.mark.parametrize("nbytes", [100, 30, 5000])
 def test_a_superseded_segment_becomes_the_next_one_whatever_its_size(node: Node, nbytes: int) -> None:
     for step in (1, 2):
         node.rank.stage(memory_event(step), LAYERS)
