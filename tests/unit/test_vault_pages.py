@@ -45,6 +45,13 @@ def test_a_superseded_segment_becomes_the_next_one_whatever_its_size(node: Node,
     assert memory_event(3).shard_file(0) in node.vault.files
 
 
+def test_it_is_torn_at_once_although_all_that_it_was_still_lies_in_it(node: Node) -> None:
+    for step in (1, 2):
+        node.rank.stage(memory_event(step), LAYERS)
+    path = node.vault.open(memory_event(3), 0, TOKEN, 100_000)
+    assert segment.read_held(path) is None
+
+
 def test_offers_of_what_it_was_are_not_those_of_what_it_becomes(node: Node) -> None:
     for step in (1, 2):
         node.rank.stage(memory_event(step), LAYERS)
