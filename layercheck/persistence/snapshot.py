@@ -1,4 +1,4 @@
-"""Copies the chosen layers into reused host buffers; the visible stall of a save ends where they are copied.
+"""Copies the chosen layers into reused host buffers; the visible stall of a save is here and in `hold_back`.
 
 States of one event on one rank:
 1. `take` lays the shard file out (training thread).

@@ -7,11 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors import safe_open
 
 from tests.harness import run_ranks
-from tests.integration.ranks import note_state, train
+from tests.integration.ranks import assert_live_bytes, note_state, shards, train
 
 STEPS = 24
 
@@ -34,32 +33,18 @@ def _train_on_slow_storage(storage: str, shadow: str) -> None:
     train(storage, STEPS, each_step=partial(note_state, shadow), store=Slow(f"{storage}/run/layercheck"))
 
 
-def _shards(storage: str) -> Iterable[tuple[int, int, Path]]:
-    for file in sorted(Path(storage, "run/layercheck/events").glob("*/rank-*.safetensors")):
-        yield int(file.parent.name[5:13]), int(file.name[5:10]), file
-
-
 def test_i4_a_version_holds_the_bytes_of_its_step_however_slow_the_writer_is(tmp_path: Path) -> None:
     storage, shadow = str(tmp_path / "store"), tmp_path / "shadow"
     shadow.mkdir()
     run_ranks(2, tmp_path, _train_on_slow_storage, storage, str(shadow))
-    checked = 0
-    for step, rank, file in _shards(storage):
-        if step == 0:
-            continue
-        live = np.load(shadow / f"{step}-{rank}.npz")
-        with safe_open(file, "np") as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a dict)
-                np.testing.assert_array_equal(shard.get_tensor(name), live[name], err_msg=f"{file} {name}")
-                checked += 1
-    assert checked > 100
+    assert assert_live_bytes(Path(storage), shadow) > 100
 
 
 def test_i3_all_ranks_choose_the_same_layers_at_the_same_steps(tmp_path: Path) -> None:
     storage = str(tmp_path / "store")
     run_ranks(3, tmp_path, train, storage, 40)
     chosen: dict[int, dict[int, tuple[str, ...]]] = {}
-    for step, rank, file in _shards(storage):
+    for step, rank, file in shards(Path(storage)):
         with safe_open(file, "np") as shard:
             metadata = shard.metadata()
         layers = {json.loads(text)["layer"] for name, text in metadata.items() if name != "layercheck"}
@@ -76,7 +61,7 @@ def test_each_version_of_a_moving_layer_differs_from_the_one_before(tmp_path: Pa
     storage = str(tmp_path / "store")
     run_ranks(2, tmp_path, partial(train, seed=1), storage, STEPS)
     last: dict[str, bytes] = {}
-    for _, rank, file in _shards(storage):
+    for _, rank, file in shards(Path(storage)):
         if rank:
             continue
         with safe_open(file, "np") as shard:
